@@ -1,0 +1,32 @@
+"""`cbjob run`: read the settings, run the job, tell how it ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobrunner.config import load_settings
+
+
+def run_command(
+    job: Path, *, limit: int | None, overrides: Sequence[str], style: str | None
+) -> int:
+    """Run the job and return its exit code."""
+    settings = load_settings(job, overrides, limit, style)
+    _share_the_cores()
+    # imported late: a mistake in the settings is said before the libraries are loaded
+    from jobrunner.job import run
+
+    return run(settings).exit_code
+
+
+def _share_the_cores() -> None:
+    """Let idle threads sleep instead of spin, unless the user says otherwise.
+
+    One other busy process on a machine makes spinning threads slow each other down tenfold.
+    OpenMP reads this when torch is imported; tokenizers must not start threads beside it.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,158 @@
+"""`cbjob verify`: check that the results hold every input row once, in order, unchanged.
+
+Trusts nothing that the run wrote of itself: it reads the input and the results, a batch at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import click
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobrunner.config import Settings, load_settings
+from jobrunner.data.fingerprint import recorded_fingerprint
+from jobrunner.data.inputs import Input, open_input
+from jobrunner.data.intervals import Intervals
+from jobrunner.data.layout import RunDirectory, result_name
+from jobrunner.data.results import OUTCOME_SCHEMA, Reblock, read_parts
+from jobrunner.data.sources import Shard, read_columns
+from jobrunner.errors import ConfigError, ExitCode
+
+BATCH_ROWS = 1024
+
+
+def verify_command(job: Path, *, limit: int | None, overrides: Sequence[str]) -> int:
+    """Print what is wrong with a job's results, or that nothing is; return the exit code."""
+    settings = load_settings(job, overrides, limit)
+    run = RunDirectory(settings.run_directory, worker="verify")
+    problems = list(find_problems(settings, run))
+    for problem in problems:
+        click.echo(f"problem: {problem}")
+    if problems:
+        click.echo(f"{run.root} does not verify: {len(problems)} problem(s)")
+        return ExitCode.UNEXPECTED
+    job_input = open_input(settings)
+    rows = sum(shard.rows for shard in job_input.shards.values())
+    click.echo(f"{run.root} verifies: {rows:,} rows in {len(job_input.shards):,} shard(s)")
+    return ExitCode.OK
+
+
+def find_problems(settings: Settings, run: RunDirectory) -> Iterator[str]:
+    """Yield everything that keeps the results from being what they promise, in words."""
+    recorded = recorded_fingerprint(run)
+    if recorded is None:
+        raise ConfigError(f"`{run.root}` is not a run directory", hint="run the job first")
+    job_input = open_input(settings)
+    yield from _input_problems(job_input, recorded)
+    unfinished = False
+    for shard in job_input.shards.values():
+        if run.result(shard.name).exists():
+            yield from _result_problems(run.result(shard.name), shard, job_input.kept_schema)
+            yield from _leftovers(run, shard.name)
+        else:
+            unfinished = True
+            yield from _part_problems(run, shard)
+    yield from _strays(run, job_input, unfinished)
+
+
+def _input_problems(job_input: Input, recorded: dict[str, object]) -> Iterator[str]:
+    now = json.loads(json.dumps(job_input.fingerprint()))
+    then = {key: value for key, value in recorded.items() if key.startswith("input shard ")}
+    for key in sorted({*now, *then}):
+        if now.get(key) != then.get(key):
+            yield f"{key} is {now.get(key, 'gone')}, the run began with {then.get(key, 'none')}"
+
+
+def _result_problems(path: Path, shard: Shard, kept_schema: pa.Schema) -> Iterator[str]:
+    """Compare one result file with its shard: schema, row numbers, statuses, kept columns."""
+    try:
+        with pq.ParquetFile(path, pre_buffer=False) as result:
+            expected = pa.schema([*kept_schema, *OUTCOME_SCHEMA])
+            if not result.schema_arrow.equals(expected):
+                yield f"{path}: schema is {_words(result.schema_arrow)}, not {_words(expected)}"
+                return
+            yield from _content_problems(path, result, shard, kept_schema)
+    except pa.ArrowException as error:
+        yield f"{path}: cannot be read: {error}"
+
+
+def _content_problems(
+    path: Path, result: pq.ParquetFile, shard: Shard, kept_schema: pa.Schema
+) -> Iterator[str]:
+    kept = Reblock(read_columns(shard, kept_schema.names)) if len(kept_schema) else None
+    seen = 0
+    for batch in result.iter_batches(BATCH_ROWS, use_threads=False):
+        indices = batch.column("row").to_numpy()
+        if seen + len(batch) > shard.rows or not np.array_equal(
+            indices, np.arange(seen, seen + len(batch))
+        ):
+            yield f"{path}: rows are not 0 to {shard.rows - 1} in order (near row {seen:,})"
+            return
+        yield from _status_problems(path, batch)
+        if kept is not None:
+            rows = kept.take(len(batch)).combine_chunks()
+            for name in kept_schema.names:
+                if rows[name].combine_chunks() != batch.column(name):
+                    yield f"{path}: column `{name}` differs from the input's near row {seen:,}"
+                    return
+        seen += len(batch)
+    if seen != shard.rows:
+        yield f"{path}: has {seen:,} rows, its shard {shard.rows:,}"
+
+
+def _status_problems(path: Path, batch: pa.RecordBatch) -> Iterator[str]:
+    """An ok row has a text and a reason to end, an error row a kind and a message."""
+    for outcome in batch.select(
+        ["row", "status", "text", "finish_reason", "error_kind"]
+    ).to_pylist():
+        answered = outcome["text"] is not None and outcome["finish_reason"] is not None
+        failed = outcome["error_kind"] is not None
+        if (outcome["status"], answered, failed) not in {
+            ("ok", True, False),
+            ("error", False, True),
+        }:
+            yield f"{path}: row {outcome['row']} is neither answered nor explained"
+
+
+def _part_problems(run: RunDirectory, shard: Shard) -> Iterator[str]:
+    """Say what is missing of an unfinished shard, and what two of its parts both hold."""
+    parts = read_parts(run, shard.name)
+    replaced = {name for footer in parts.values() for name in footer.replaces}
+    ranges = sorted(
+        range_
+        for path, footer in parts.items()
+        if path.name not in replaced
+        for range_ in footer.rows
+    )
+    for one, other in pairwise(ranges):
+        if other[0] < one[1]:
+            yield f"shard {shard.name}: row {other[0]:,} is in two parts"
+    done = len(Intervals(ranges))
+    yield f"shard {shard.name}: not finished: {done:,} of {shard.rows:,} rows are done"
+
+
+def _leftovers(run: RunDirectory, shard: str) -> Iterator[str]:
+    for folder in (run.parts(shard), run.partials(shard)):
+        if folder.is_dir():
+            for path in folder.iterdir():
+                yield f"stray file {path}: its shard is finished"
+
+
+def _strays(run: RunDirectory, job_input: Input, unfinished: bool) -> Iterator[str]:
+    known = {result_name(shard) for shard in job_input.shards}
+    for path in sorted(run.results.rglob("*")):
+        if path.is_file() and path.relative_to(run.results).as_posix() not in known:
+            yield f"stray file {path}: no shard of the input has this name"
+    if not unfinished:
+        for path in sorted(run.temporary.iterdir()):
+            yield f"stray file {path}: the job is finished"
+
+
+def _words(schema: pa.Schema) -> str:
+    return ", ".join(f"{field.name} {field.type}" for field in schema)

@@ -1,0 +1,177 @@
+"""Turn a snapshot into what is shown. Pure: knows no terminal, clock or file."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jobrunner.console.stats import Snapshot
+
+_SHARD_CELLS = 72  # fits beside its label on 80 columns
+_LOOK = (
+    "import sys, pyarrow.dataset as d; "
+    'print(*d.dataset(sys.argv[1]).head(3).to_pylist(), sep="\\n")'
+)
+
+
+def clean(text: str) -> str:
+    """Replace what could act on a terminal or break a line: names and messages come from data."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def clean_lines(text: str) -> str:
+    """Clean each line, the later ones indented, so that no data can pass for a line of ours."""
+    return "\n  ".join(clean(line) for line in text.split("\n"))
+
+
+def view(snapshot: Snapshot) -> RenderableType:
+    """Five lines for a terminal of 80 columns or more."""
+    bar = Table.grid(padding=(0, 2), expand=True)
+    bar.add_column(ratio=1)
+    for _ in range(3):
+        bar.add_column(no_wrap=True)
+    bar.add_row(
+        ProgressBar(total=100.0, completed=snapshot.percent),
+        _percent(snapshot.percent),
+        f"{snapshot.rows_done:,} of {snapshot.rows_total:,} rows",
+        f"ETA {_duration(snapshot.eta_s)}",
+    )
+    speed = _line(
+        f"output {_rate(snapshot.output_tokens_per_s)} tokens/s "
+        f"(now {_rate(snapshot.recent_output_tokens_per_s)})",
+        f"total {_rate(snapshot.total_tokens_per_s)} tokens/s",
+        f"{_rate(snapshot.rows_per_s)} rows/s",
+    )
+    batch = _line(
+        f"running {snapshot.running:,}",
+        f"waiting {snapshot.waiting:,}",
+        f"batch {snapshot.batch_size:,} (mean {_mean(snapshot.batch_size_mean)})",
+        f"KV {_share(snapshot.kv_use)} (peak {_share(snapshot.kv_use_peak)})",
+    )
+    state = _line(
+        f"preempted {snapshot.preemptions:,}",
+        f"shards {snapshot.shards_done:,} of {snapshot.shards_total:,} done",
+        f"elapsed {_duration(snapshot.elapsed_s)}",
+    )
+    errors = Text(f"errors {snapshot.errors:,}", style="bold red" if snapshot.errors else "")
+    state = Text("  ", no_wrap=True, overflow="ellipsis").join([errors, state])
+    return Group(bar, speed, batch, state, _line(f"shard {_shard(snapshot)}"))
+
+
+def plain_line(snapshot: Snapshot) -> str:
+    """One line for a log."""
+    return ", ".join(
+        (
+            f"{_percent(snapshot.percent)} {snapshot.rows_done:,}/{snapshot.rows_total:,} rows",
+            f"ETA {_duration(snapshot.eta_s)}",
+            f"output {_rate(snapshot.output_tokens_per_s)} tokens/s",
+            f"total {_rate(snapshot.total_tokens_per_s)} tokens/s",
+            f"running {snapshot.running:,}",
+            f"waiting {snapshot.waiting:,}",
+            f"batch {snapshot.batch_size:,}",
+            f"KV {_share(snapshot.kv_use)}",
+            f"errors {snapshot.errors:,}",
+            f"elapsed {_duration(snapshot.elapsed_s)}",
+            f"shard {_shard(snapshot)}",
+        )
+    )
+
+
+def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) -> str:
+    """The end of a run: what came of the rows, how fast, where it is and how to look at it.
+
+    `results` is the folder of the result files, `python` an interpreter that has pyarrow.
+    """
+    finished = snapshot.rows_done == snapshot.rows_total
+    lines = [
+        f"{'finished' if finished else 'stopped'}: {snapshot.rows_done:,} of "
+        f"{snapshot.rows_total:,} rows, {snapshot.rows_this_run:,} of them in this run of "
+        f"{_duration(snapshot.elapsed_s)}",
+        f"  ok       {snapshot.rows_done - snapshot.errors:,}",
+        f"  errors   {_errors(snapshot)}",
+    ]
+    if snapshot.stop_share is not None:
+        lines.append(
+            f"  ended    {_share(snapshot.stop_share)} by stop, {snapshot.length_rows:,} "
+            "cut by length (this run)"
+        )
+    lines += [
+        f"  speed    {_rate(snapshot.output_tokens_per_s)} output tokens/s, "
+        f"{_rate(snapshot.total_tokens_per_s)} total tokens/s, "
+        f"{_rate(snapshot.rows_per_s)} rows/s (this run)",
+    ]
+    if snapshot.shards_done:
+        look = f"{shlex.quote(python)} -c {shlex.quote(_LOOK)} {shlex.quote(str(results))}"
+        lines += [f"  results  {clean(str(results))}", f"  look     {look}"]
+    else:
+        lines.append(
+            f"  results  none yet: a file comes to {clean(str(results))} when a shard is complete"
+        )
+    if not finished:
+        lines.append("  go on    run the same command again")
+    return "\n".join(lines)
+
+
+def _line(*items: str) -> Text:
+    return Text("  ".join(items), no_wrap=True, overflow="ellipsis")
+
+
+def _errors(snapshot: Snapshot) -> str:
+    reasons = [f"{kind} {count:,}" for kind, count in snapshot.errors_by_kind.items()]
+    earlier = snapshot.errors - sum(snapshot.errors_by_kind.values())
+    if earlier:
+        reasons.append(f"in earlier runs {earlier:,}")
+    return f"{snapshot.errors:,}" + (f" ({', '.join(reasons)})" if reasons else "")
+
+
+def _shard(snapshot: Snapshot) -> str:
+    if snapshot.shard is None:
+        return "-"
+    name = clean(snapshot.shard)
+    if cell_len(name) <= _SHARD_CELLS:
+        return name
+    # the end of a path tells more than its beginning
+    name = name[-_SHARD_CELLS:]
+    while cell_len(name) >= _SHARD_CELLS:
+        name = name[1:]
+    return f"…{name}"
+
+
+def _percent(percent: float) -> str:
+    # rounded down: 100% is said only when nothing is left
+    return f"{math.floor(percent * 10) / 10:.1f}%"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _mean(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:,.1f}"
+
+
+def _rate(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d{hours:02}h"
+    if hours:
+        return f"{hours}h{minutes:02}m"
+    if minutes:
+        return f"{minutes}m{rest_s:02}s"
+    return f"{rest_s}s"

@@ -1,0 +1,1 @@
+"""Rows in, results out, exactly once. Knows nothing of models' tensors or the console."""

@@ -1,0 +1,215 @@
+"""Decide who works on what. Claims save work and nothing more: results never depend on them.
+
+A claim is a small file that names its holder, created atomically, its modification time the
+holder's heartbeat. Times are compared with the file server's clock, never with this machine's.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jobrunner.data.layout import make_folder
+
+# A claim whose holder cannot be looked at counts as abandoned after so many seconds without
+# a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
+STALE_S = 120.0
+HEARTBEAT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which process this is, so that others can tell whether it still runs."""
+
+    host: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: int
+    slurm_job: str
+    slurm_restarts: int
+    device: str
+    token: str
+
+    @property
+    def worker(self) -> str:
+        """A name for file names: readable, and unique over hosts, boots and containers."""
+        host = "".join(c if c.isalnum() or c == "-" else "_" for c in self.host)
+        return f"{host}-{self.pid}-{self.token}"
+
+    @staticmethod
+    def of_this_process(device: str) -> Identity:
+        """Read this process's identity; `token` tells two workers in one process apart."""
+        return Identity(
+            host=socket.gethostname(),
+            boot=_boot_id(),
+            pid_namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=_start_ticks(os.getpid()) or 0,
+            slurm_job=os.environ.get("SLURM_JOB_ID", ""),
+            slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            device=device,
+            token=secrets.token_hex(4),
+        )
+
+    def knows_alive(self, other: Identity) -> bool | None:
+        """Tell whether `other` runs, or None where this process cannot see that."""
+        same_job = self.slurm_job and self.slurm_job == other.slurm_job
+        if same_job and other.slurm_restarts < self.slurm_restarts:
+            return False
+        if self.host != other.host:
+            return None
+        if self.boot != other.boot:
+            return False
+        if self.pid_namespace != other.pid_namespace:
+            return None
+        return _start_ticks(other.pid) == other.started
+
+
+class Claims:
+    """The claims of one worker in one run directory."""
+
+    def __init__(self, folder: Path, identity: Identity, stale_s: float = STALE_S) -> None:
+        self._folder = folder
+        self._identity = identity
+        self._stale_s = stale_s
+        self._held: dict[str, Path] = {}
+
+    def acquire(self, name: str, *, exclusive: bool = False) -> bool:
+        """Claim `name`, or take it over from a holder that is gone; False where one is alive.
+
+        `exclusive` is for devices: a holder seen to be alive keeps its claim however old its
+        heartbeat, since loading a model can take long.
+        """
+        path = self._folder / f"{name}.json"
+        make_folder(path.parent)
+        fresh = self._write_identity()
+        try:
+            for _ in range(3):
+                try:
+                    os.link(fresh, path)
+                except FileExistsError:
+                    if not self._evict(path, now=fresh.stat().st_mtime, exclusive=exclusive):
+                        return False
+                else:
+                    self._held[name] = path
+                    return True
+            return False
+        finally:
+            fresh.unlink()
+
+    def heartbeat(self) -> None:
+        """Show that this worker is alive; a claim that was taken over meanwhile is let go."""
+        for name, path in list(self._held.items()):
+            if self._is_mine(path):
+                # without times the file server sets its own clock's
+                os.utime(path)
+            else:
+                del self._held[name]
+
+    def release(self, name: str) -> None:
+        """Give a claim back. One that was taken over belongs to its new holder."""
+        path = self._held.pop(name, None)
+        if path is not None and self._is_mine(path):
+            path.unlink(missing_ok=True)
+
+    def release_all(self) -> None:
+        """Give every claim back."""
+        for name in list(self._held):
+            self.release(name)
+
+    def sweep(self) -> None:
+        """Remove the claims of workers that are known to be dead."""
+        for path in self._folder.rglob("*.json"):
+            self._evict(path, now=0.0, exclusive=True)
+
+    def holder(self, name: str) -> Identity | None:
+        """Who holds `name`, if anyone does."""
+        return _read_identity(self._folder / f"{name}.json")
+
+    def is_gone(self, worker: str) -> bool:
+        """Tell whether a worker, named as its temporary files name it, is known to be dead.
+
+        True only where this process can see that: a worker of this host and boot whose
+        process is not there. Others may be writing at this moment.
+        """
+        host, pid, _ = worker.rsplit("-", 2)
+        mine = self._identity.worker.rsplit("-", 2)[0]
+        return host == mine and pid.isdigit() and _start_ticks(int(pid)) is None
+
+    def _evict(self, path: Path, now: float, exclusive: bool) -> bool:
+        """Remove a claim whose holder is gone; False where it has to stay."""
+        holder = _read_identity(path)
+        if holder is None:
+            return True
+        if not self._is_stale(path, holder, now, exclusive):
+            return False
+        aside = path.with_name(f"{path.name}.{self._identity.worker}")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return True
+        try:
+            if _read_identity(aside) == holder:
+                return True
+            # another worker took it over between the look and the rename: put theirs back
+            os.link(aside, path)
+        except FileExistsError:
+            pass
+        finally:
+            aside.unlink()
+        return False
+
+    def _is_stale(self, path: Path, holder: Identity, now: float, exclusive: bool) -> bool:
+        alive = self._identity.knows_alive(holder)
+        if alive is False:
+            return True
+        if alive and exclusive:
+            return False
+        try:
+            return now - path.stat().st_mtime > self._stale_s
+        except FileNotFoundError:
+            return True
+
+    def _write_identity(self) -> Path:
+        fresh = self._folder / f".{self._identity.worker}.{secrets.token_hex(4)}"
+        fresh.write_text(json.dumps(asdict(self._identity)))
+        return fresh
+
+    def _is_mine(self, path: Path) -> bool:
+        return _read_identity(path) == self._identity
+
+
+def _read_identity(path: Path) -> Identity | None:
+    try:
+        return Identity(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ESTALE:  # NFS: removed by another host while open
+            return None
+        raise
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process began, in clock ticks since boot; None where none runs (field 22, proc(5))."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    # a killed process that nobody has waited for yet runs no more
+    return None if state in "ZX" else int(fields[18])
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")

@@ -1,0 +1,72 @@
+"""Remember what a run was begun with, and refuse to go on with anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from jobrunner.data.layout import RunDirectory, make_folder, sync
+from jobrunner.errors import InfrastructureError, MismatchError
+
+ABSENT = "absent"
+
+
+def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
+    """Record the fingerprint of a new run, or compare it with the one recorded.
+
+    Keys are what a person would call the thing, values plain JSON. Raises MismatchError that
+    names every difference with both values; nothing is written then.
+    """
+    now = json.loads(json.dumps(fingerprint))
+    recorded = _read(run)
+    if recorded is None:
+        _write_first(run, now)
+        recorded = _read(run) or {}
+    differences = [
+        f"  {key}: {_show(recorded.get(key, ABSENT))} then, {_show(now.get(key, ABSENT))} now"
+        for key in sorted({*recorded, *now})
+        if recorded.get(key, ABSENT) != now.get(key, ABSENT)
+    ]
+    if differences:
+        raise MismatchError(
+            f"`{run.root}` was begun with another job; it differs in\n" + "\n".join(differences),
+            hint="put back what changed, or give this job another output.path",
+        )
+
+
+def recorded_fingerprint(run: RunDirectory) -> dict[str, Any] | None:
+    """What the run was begun with; None where no run was begun."""
+    return _read(run)
+
+
+def _read(run: RunDirectory) -> dict[str, Any] | None:
+    try:
+        recorded: dict[str, Any] = json.loads(run.job_file.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InfrastructureError(
+            f"`{run.job_file}` is damaged: {error}", hint="restore it or use another output.path"
+        ) from error
+    return recorded
+
+
+def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
+    """Write the file unless another worker is first."""
+    make_folder(run.state)
+    fresh = run.state / f".job.{run.worker}"
+    try:
+        fresh.write_text(json.dumps(fingerprint, indent=1, sort_keys=True))
+        sync(fresh)
+        os.link(fresh, run.job_file)
+        sync(run.state)
+    except FileExistsError:
+        return
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def _show(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,49 @@
+"""Bring the settings of an input together with its files. Reads footers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from jobrunner.config import Settings
+from jobrunner.data.sources import (
+    Shard,
+    check_columns,
+    cut_spans,
+    find_shards,
+    limit_shards,
+    shard_fingerprint,
+)
+from jobrunner.records import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The shards of a job by name, the columns carried into its results, and its spans."""
+
+    shards: Mapping[str, Shard]
+    fingerprints: Mapping[str, Mapping[str, Any]]
+    kept_schema: pa.Schema
+    spans: tuple[Span, ...]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the input; keys name the shards."""
+        return {f"input shard `{name}`": value for name, value in self.fingerprints.items()}
+
+
+def open_input(settings: Settings) -> Input:
+    """Find the input's shards and check their columns. Raises ConfigError, InfrastructureError."""
+    table = settings.input
+    shards = find_shards(table.path, settings.folder)
+    if settings.limit is not None:
+        shards = limit_shards(shards, settings.limit)
+    kept_schema = check_columns(shards, [table.column], list(table.keep))
+    return Input(
+        shards={shard.name: shard for shard in shards},
+        fingerprints={shard.name: dict(shard_fingerprint(shard)) for shard in shards},
+        kept_schema=kept_schema,
+        spans=tuple(cut_spans(shards)),
+    )

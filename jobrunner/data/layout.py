@@ -1,0 +1,127 @@
+"""Where files lie in a run directory, and how one comes to be there whole or not at all.
+
+    results/<shard>.parquet      finished shards, for readers
+    log.txt metrics.jsonl        for people and dashboards
+    .cbjob/job.json              what the run was begun with
+    .cbjob/parts/<shard>/        finished rows of unfinished shards
+    .cbjob/partials/<shard>/     tokens of rows in flight
+    .cbjob/claims/               who works on what
+    .cbjob/tmp/                  files being written
+
+Knows nothing of what the files mean.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from jobrunner.records import Span
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The paths of one run directory, for one worker: `worker` names its temporary files."""
+
+    root: Path
+    worker: str
+
+    @property
+    def results(self) -> Path:
+        return self.root / "results"
+
+    @property
+    def state(self) -> Path:
+        return self.root / ".cbjob"
+
+    @property
+    def job_file(self) -> Path:
+        return self.state / "job.json"
+
+    @property
+    def claims(self) -> Path:
+        return self.state / "claims"
+
+    @property
+    def temporary(self) -> Path:
+        return self.state / "tmp"
+
+    def result(self, shard: str) -> Path:
+        return self.results / result_name(shard)
+
+    def parts(self, shard: str) -> Path:
+        return self.state / "parts" / shard
+
+    def partials(self, shard: str) -> Path:
+        return self.state / "partials" / shard
+
+    def partial(self, span: Span) -> Path:
+        return self.partials(span.shard) / f"{span.start:012d}-{self.worker}.parquet"
+
+    def create(self) -> None:
+        """Make the folders that everything else needs."""
+        for folder in (self.results, self.claims, self.temporary):
+            make_folder(folder)
+
+    @contextmanager
+    def writing(self, target: Path) -> Iterator[Path]:
+        """Give a temporary path that becomes `target` when the block ends well.
+
+        The content is on the disk before the name is, and the name before the block returns;
+        after a failure or a kill there is no `target`, or the old one.
+        """
+        make_folder(target.parent)
+        temporary = self.temporary / f"{self.worker}.{secrets.token_hex(4)}"
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, target)
+            sync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def result_name(shard: str) -> str:
+    """Name the result file of a shard, relative to the folder of results."""
+    return shard if PurePosixPath(shard).suffix == ".parquet" else f"{shard}.parquet"
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents so that they survive a loss of power."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(paths: list[Path]) -> None:
+    """Remove files; one that another worker removed first is as good as removed."""
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def prune(folder: Path, top: Path) -> None:
+    """Remove `folder` and its parents below `top` as far as they are empty."""
+    while folder != top:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            # not empty: a part came in meanwhile
+            return
+        folder = folder.parent

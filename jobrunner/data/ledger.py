@@ -1,0 +1,213 @@
+"""The books of one worker: spans it holds, rows it finished, tokens it saved, shards it merged.
+
+Knows nothing of where rows come from or who answers them. The feed's thread claims spans while
+the loop's thread keeps the books: a lock guards what both touch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+from jobrunner.data.claims import HEARTBEAT_S, Claims
+from jobrunner.data.intervals import Intervals
+from jobrunner.data.layout import RunDirectory
+from jobrunner.data.progress import Progress, discard_partials, load_partials, save_partials
+from jobrunner.data.results import Results, Tally
+from jobrunner.records import Completion, Partial, RowId, Span
+
+# how often a worker with nothing left to claim looks at what the others hold
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A claimed span, its rows that are finished already, and those that were in flight."""
+
+    span: Span
+    done: Intervals
+    partials: Mapping[RowId, Partial]
+
+
+class Ledger:
+    """Claims spans, commits rows, saves partials, merges shards. Use it in a `with`.
+
+    `merge` makes the result file of a shard whose rows are all in parts; it runs on a thread of
+    its own, so that the device does not wait for the disk.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        claims: Claims,
+        progress: Progress,
+        results: Results,
+        spans: Iterable[Span],
+        merge: Callable[[str], Tally],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._run = run
+        self._claims = claims
+        self._progress = progress
+        self._results = results
+        self._spans = list(spans)
+        self._merge = merge
+        self._held: dict[Span, Assignment] = {}
+        self._lock = threading.Lock()
+        self._merges: dict[str, Future[Tally]] = {}
+        self._clock = clock
+        self._heartbeat_s = clock()
+        self._merger = ThreadPoolExecutor(1, "merge")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._merger.shutdown(cancel_futures=True)
+        self._claims.release_all()
+
+    def assignments(self, stopped: Callable[[float], bool]) -> Iterator[Assignment | None]:
+        """Claim one span after the other until every row is done or in this worker's hands.
+
+        Waits for spans that others hold, yielding None now and then, and takes over what is
+        abandoned. `stopped(seconds)` sleeps and tells whether to give up.
+        """
+        waiting = deque(self._spans)
+        while waiting:
+            claimed = False
+            for _ in range(len(waiting)):
+                span = waiting.popleft()
+                assignment = self._claim(span)
+                if assignment is not None:
+                    claimed = True
+                    yield assignment
+                elif not self._progress.is_done(span):
+                    waiting.append(span)
+            if waiting and not claimed:
+                if stopped(POLL_S):
+                    return
+                self._look_again({span.shard for span in waiting})
+                yield None
+
+    def finish(self, completion: Completion, text: str | None) -> None:
+        """Take a finished row; it is final after the next checkpoint."""
+        self._results.add(completion, text)
+
+    @property
+    def full(self) -> bool:
+        """Enough finished rows wait for a checkpoint."""
+        return self._results.full
+
+    def checkpoint(self, in_flight: Iterable[Partial]) -> None:
+        """Commit what is finished, save what is in flight, let go of spans that are done."""
+        committed = self._results.commit()
+        partials: dict[str, list[Partial]] = defaultdict(list)
+        for partial in in_flight:
+            partials[partial.id.shard].append(partial)
+        with self._lock:
+            self._progress.mark_done(committed)
+            for span in list(self._held):
+                if self._progress.is_done(span):
+                    self._let_go(span)
+                else:
+                    self._save(span, partials[span.shard])
+            self._claims.heartbeat()
+            self._start_merges()
+
+    def tick(self) -> list[str]:
+        """Show that this worker is alive, and name the shards that it has merged since.
+
+        Cheap, for every step. Raises what a merge raised.
+        """
+        now_s = self._clock()
+        if now_s - self._heartbeat_s > HEARTBEAT_S:
+            self._heartbeat_s = now_s
+            with self._lock:
+                self._claims.heartbeat()
+        ready = [shard for shard, merge in self._merges.items() if merge.done()]
+        for shard in ready:
+            self._merges.pop(shard).result()
+            with self._lock:
+                self._progress.refresh(shard)
+                self._claims.release(_merge_claim(shard))
+        return ready
+
+    def settle(self, stopped: Callable[[float], bool]) -> Iterator[str]:
+        """After the last row: merge what is left, and wait for what other workers merge.
+
+        Yields the name of each shard that this worker merged.
+        """
+        while True:
+            yield from self.tick()
+            if self._progress.complete and not self._merges:
+                return
+            self._look_again(self._progress.unmerged)
+            with self._lock:
+                self._start_merges()
+            if stopped(0.02 if self._merges else POLL_S):
+                return
+
+    def _claim(self, span: Span) -> Assignment | None:
+        with self._lock:
+            if self._progress.is_done(span) or not self._claims.acquire(_span_claim(span)):
+                return None
+            done = self._progress.refresh(span.shard).done
+            partials = load_partials(self._run, span)
+            assignment = Assignment(
+                span, done, {row: p for row, p in partials.items() if row.index not in done}
+            )
+            self._held[span] = assignment
+            if self._progress.is_done(span):
+                self._let_go(span)
+                return None
+            return assignment
+
+    def _let_go(self, span: Span) -> None:
+        discard_partials(self._run, span)
+        self._claims.release(_span_claim(span))
+        del self._held[span]
+        if not self._progress[span.shard].all_done:
+            # others may have done the rest
+            self._progress.refresh(span.shard)
+
+    def _start_merges(self) -> None:
+        """Merge in the background the shards whose rows are all done and that nobody merges."""
+        for shard in self._progress.unmerged:
+            if shard in self._merges or not self._progress[shard].all_done:
+                continue
+            if not self._claims.acquire(_merge_claim(shard)):
+                continue
+            if self._progress.refresh(shard).merged:
+                self._claims.release(_merge_claim(shard))
+            else:
+                self._merges[shard] = self._merger.submit(self._merge, shard)
+
+    def _save(self, span: Span, partials: list[Partial]) -> None:
+        """Save the rows in flight, and those that an earlier worker had in flight as it left them.
+
+        The latter wait in the window or are not read again yet.
+        """
+        done = self._progress[span.shard].done
+        current = {p.id: p for p in partials if span.start <= p.id.index < span.stop}
+        saved = {row: p for row, p in self._held[span].partials.items() if row.index not in done}
+        save_partials(self._run, span, list((saved | current).values()))
+        discard_partials(self._run, span, keep_mine=True)
+
+    def _look_again(self, shards: Iterable[str]) -> None:
+        with self._lock:
+            self._claims.heartbeat()
+            for shard in shards:
+                self._progress.refresh(shard)
+
+
+def _span_claim(span: Span) -> str:
+    return f"spans/{span.shard}/{span.start:012d}"
+
+
+def _merge_claim(shard: str) -> str:
+    return f"merges/{shard}/merge"

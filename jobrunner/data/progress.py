@@ -1,0 +1,173 @@
+"""Tell what is done and what is partial. Reads footers, never remembers what a file can say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobrunner.data.intervals import Intervals
+from jobrunner.data.layout import RunDirectory, remove
+from jobrunner.data.results import (
+    Tally,
+    discard_leftovers,
+    read_parts,
+    read_result_tally,
+    remove_replaced,
+)
+from jobrunner.records import Partial, RowId, Span
+
+PARTIAL_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("attempt", pa.int64(), nullable=False),
+        pa.field("tokens", pa.list_(pa.int64()), nullable=False),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardProgress:
+    """What is known of one shard: its finished rows and their sums.
+
+    `merged` says that its result file exists. Two workers may have finished one row twice:
+    `tally` of an unmerged shard counts it twice, `done` once.
+    """
+
+    rows: int
+    done: Intervals
+    tally: Tally
+    merged: bool
+
+    @property
+    def all_done(self) -> bool:
+        return len(self.done) == self.rows
+
+
+class Progress:
+    """What is done in one run directory."""
+
+    def __init__(self, run: RunDirectory, shard_rows: Mapping[str, int]) -> None:
+        """`shard_rows`: the rows of each shard of the input, in order. Reads every shard."""
+        self._run = run
+        self._rows = dict(shard_rows)
+        self._shards = {shard: self._read(shard) for shard in self._rows}
+
+    def __getitem__(self, shard: str) -> ShardProgress:
+        return self._shards[shard]
+
+    def refresh(self, shard: str) -> ShardProgress:
+        """Read a shard again: other workers may have finished rows of it."""
+        self._shards[shard] = self._read(shard)
+        return self._shards[shard]
+
+    def mark_done(self, committed: Mapping[str, Intervals]) -> None:
+        """Take note of rows that this worker has just committed."""
+        for shard, rows in committed.items():
+            self._shards[shard].done.update(rows)
+
+    def is_done(self, span: Span) -> bool:
+        """Tell whether every row of a span is finished."""
+        done = self._shards[span.shard].done
+        return done.count(span.start, span.stop) == span.stop - span.start
+
+    @property
+    def unmerged(self) -> list[str]:
+        """The shards without a result file, in order."""
+        return [shard for shard, progress in self._shards.items() if not progress.merged]
+
+    @property
+    def complete(self) -> bool:
+        return not self.unmerged
+
+    @property
+    def rows(self) -> int:
+        return sum(self._rows.values())
+
+    @property
+    def rows_done(self) -> int:
+        return sum(len(progress.done) for progress in self._shards.values())
+
+    @property
+    def tally(self) -> Tally:
+        return sum((progress.tally for progress in self._shards.values()), Tally())
+
+    def _read(self, shard: str) -> ShardProgress:
+        rows = self._rows[shard]
+        while True:
+            if self._run.result(shard).exists():
+                tally = read_result_tally(self._run.result(shard))
+                return ShardProgress(rows, Intervals([(0, rows)]), tally, merged=True)
+            parts = read_parts(self._run, shard)
+            # a shard merged between the two looks has a result and perhaps no parts
+            if not self._run.result(shard).exists():
+                break
+        done = Intervals()
+        tally = Tally()
+        replaced = {name for footer in parts.values() for name in footer.replaces}
+        for path, footer in parts.items():
+            done.update(footer.rows)
+            if path.name not in replaced:
+                tally += footer.tally
+        return ShardProgress(rows, done, tally, merged=False)
+
+
+def clean_up(run: RunDirectory, shards: Iterable[str], is_gone: Callable[[str], bool]) -> None:
+    """Remove what a kill left behind between a commit and the removal that follows it.
+
+    `is_gone` tells of a worker, by its name, that it is known to be dead: only its temporary
+    files are nobody's.
+    """
+    for shard in shards:
+        if run.result(shard).exists():
+            discard_leftovers(run, shard)
+        else:
+            remove_replaced(run, shard, read_parts(run, shard))
+    remove([path for path in run.temporary.iterdir() if is_gone(path.name.partition(".")[0])])
+
+
+def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> None:
+    """Save the tokens of a span's rows in flight, in place of what this worker saved before."""
+    target = run.partial(span)
+    if not partials:
+        remove([target])
+        return
+    table = pa.Table.from_pylist(
+        [{"row": p.id.index, "attempt": p.attempt, "tokens": p.tokens} for p in partials],
+        schema=PARTIAL_SCHEMA,
+    )
+    with run.writing(target) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
+    """Read the tokens of a span's rows in flight, as any worker saved them.
+
+    Where two workers had the same row, the longer text is kept: both draw the same tokens.
+    """
+    found: dict[RowId, Partial] = {}
+    for path in _partial_files(run, span):
+        try:
+            entries = pq.read_table(path).to_pylist()
+        except FileNotFoundError:
+            # its worker finished the span or saved it anew under another name
+            continue
+        for entry in entries:
+            row = RowId(span.shard, entry["row"])
+            saved = Partial(row, entry["tokens"], entry["attempt"])
+            if row not in found or len(saved.tokens) > len(found[row].tokens):
+                found[row] = saved
+    return found
+
+
+def discard_partials(run: RunDirectory, span: Span, *, keep_mine: bool = False) -> None:
+    """Remove a span's partials; with `keep_mine` those of earlier workers, which mine contain."""
+    mine = run.partial(span)
+    remove([path for path in _partial_files(run, span) if not (keep_mine and path == mine)])
+
+
+def _partial_files(run: RunDirectory, span: Span) -> list[Path]:
+    return sorted(run.partials(span.shard).glob(f"{span.start:012d}-*.parquet"))

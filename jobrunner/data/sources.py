@@ -1,0 +1,420 @@
+"""Find Parquet shards, cut them into spans and stream rows. Knows nothing of prompts or tokens."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import os
+from bisect import bisect_right
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from jobrunner.data.results import OUTCOME_SCHEMA
+from jobrunner.errors import ConfigError, InfrastructureError
+from jobrunner.records import Row, RowId, Span
+
+_SPAN_ROWS = 2048
+_BATCH_ROWS = 64
+_CARRIED_BATCH_ROWS = 256
+# without a read buffer Arrow holds the whole column chunk of a row group in memory
+_READ_BUFFER_BYTES = 256 * 1024
+_READ_FAULTS = (OSError, pa.ArrowException)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One input file. `name` is its path below the input's root, with forward slashes.
+
+    `rows` are the rows that belong to the input; `cut_from` is the number of rows in the
+    file where a limit left some of them out.
+    """
+
+    name: str
+    path: Path
+    rows: int
+    cut_from: int | None = None
+
+    @property
+    def file_rows(self) -> int:
+        return self.rows if self.cut_from is None else self.cut_from
+
+
+def find_shards(path: str, base: Path) -> list[Shard]:
+    """Find the Parquet files that `path` means: a file, a folder or a glob below `base`.
+
+    A folder is searched to any depth; names that begin with a dot or an underscore are
+    skipped. The list is sorted by name. Raises ConfigError where nothing is found or a file
+    is not Parquet, InfrastructureError where a file cannot be read.
+    """
+    pattern = Path(path).expanduser()
+    target = base / pattern
+    with _reading(target):
+        if target.is_dir():
+            root, files = target, _files_below(target)
+        elif target.exists():
+            root, files = target.parent, [target]
+        elif glob.has_magic(str(pattern)):
+            root, files = _files_of_glob(pattern, base)
+        else:
+            raise ConfigError(
+                f"input path `{path}` does not exist (looked for `{target}`)",
+                hint="name a Parquet file, a folder or a glob, relative to the job file",
+            )
+    if not files:
+        raise ConfigError(
+            f"input path `{path}` has no Parquet file (looked in `{root}`)",
+            hint="a folder is searched for `*.parquet`; for other names use a glob",
+        )
+    named = sorted((file.relative_to(root).as_posix(), file) for file in files)
+    return [Shard(name, file, _footer(file).num_rows) for name, file in named]
+
+
+def limit_shards(shards: Sequence[Shard], limit: int) -> list[Shard]:
+    """Make the first `limit` rows of the input the whole input."""
+    kept: list[Shard] = []
+    left = limit
+    for shard in shards:
+        if left <= 0:
+            break
+        if shard.rows > left:
+            shard = replace(shard, rows=left, cut_from=shard.file_rows)
+        kept.append(shard)
+        left -= shard.rows
+    return kept
+
+
+def shard_fingerprint(shard: Shard) -> dict[str, int | str]:
+    """Say what identifies the content of a shard: bytes, rows, hash of the raw footer.
+
+    Never the modification time: copying or touching a file changes nothing.
+    """
+    try:
+        with shard.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(size - 8)
+            footer_bytes = int.from_bytes(file.read(4), "little")
+            file.seek(size - 8 - footer_bytes)
+            footer = file.read(footer_bytes)
+    except OSError as error:
+        raise _unreadable(shard.path, error) from error
+    digest = hashlib.blake2b(footer, digest_size=16).hexdigest()
+    return {"size": size, "rows": shard.rows, "footer": digest}
+
+
+def cut_spans(shards: Sequence[Shard], span_rows: int = _SPAN_ROWS) -> list[Span]:
+    """Cut the input into spans of at most `span_rows` rows: the same for every worker.
+
+    Small row groups are put together and never torn; a group with more than `span_rows`
+    rows is cut inside and shares no span with its neighbours.
+    """
+    return [span for shard in shards for span in _spans_of(shard, span_rows)]
+
+
+def check_columns(shards: Sequence[Shard], needed: Sequence[str], kept: Sequence[str]) -> pa.Schema:
+    """Check that all shards have the needed and kept columns; return the schema of the kept.
+
+    `needed` are read as prompts and may be of any type. `kept` are carried into the results,
+    hence of one type in all shards and not named like a result column. Raises ConfigError.
+    """
+    if taken := [name for name in kept if name in OUTCOME_SCHEMA.names]:
+        raise ConfigError(
+            f"kept column `{taken[0]}` has the name of a result column",
+            hint=f"these names are taken: {', '.join(OUTCOME_SCHEMA.names)}",
+        )
+    first: pa.Schema | None = None
+    for shard in shards:
+        schema = _footer(shard.path).schema.to_arrow_schema()
+        for name in (*needed, *kept):
+            _check_column(shard, schema, name)
+        carried = _carried_schema(schema, kept)
+        if first is None:
+            first = carried
+        for expected, found in zip(first, carried, strict=True):
+            if expected.type != found.type:
+                raise ConfigError(
+                    f"kept column `{found.name}` is {found.type} in `{shard.name}` "
+                    f"and {expected.type} in `{shards[0].name}`",
+                    hint="all shards need one type: write them again, or do not keep the column",
+                )
+    return pa.schema([]) if first is None else first
+
+
+def read_columns(shard: Shard, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    """Stream some columns of a shard in row order, types unchanged, as `check_columns` says.
+
+    Raises InfrastructureError where the file cannot be read or lost rows.
+    """
+    left = shard.rows
+    with _reading(shard.path), _open(shard) as file:
+        schema = _carried_schema(file.schema_arrow, columns)
+        batches = file.iter_batches(
+            batch_size=_CARRIED_BATCH_ROWS, columns=list(columns), use_threads=False
+        )
+        for batch in batches:
+            if left <= 0:
+                return
+            batch = batch.slice(0, left)
+            left -= batch.num_rows
+            if columns:
+                arrays = [batch.column(name) for name in columns]
+                batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+            yield batch
+
+
+class Reader:
+    """Streams the rows of spans, one column, a small batch at a time.
+
+    It keeps its place in the file: a span that follows the last one, even in the middle of a
+    huge row group, continues there, and nothing is decoded twice. Not for several threads.
+    """
+
+    def __init__(self, shards: Sequence[Shard], column: str, batch_rows: int = _BATCH_ROWS) -> None:
+        self._shards = {shard.name: shard for shard in shards}
+        self._column = column
+        self._batch_rows = batch_rows
+        self._place: _Place | None = None
+
+    def read(self, span: Span, skip: Container[int] = ()) -> Iterator[list[Row]]:
+        """Stream the rows of a span, without those whose index is in `skip`.
+
+        Batches are never empty and hold at most `batch_rows` rows. A text that is not UTF-8
+        comes as the offending `bytes`, a value that Python cannot hold as its Arrow scalar.
+        Raises InfrastructureError where the file cannot be read or changed its row count.
+        """
+        shard = self._shards[span.shard]
+        with _reading(shard.path):
+            place = self._place_for(shard, span.start)
+            while place.row < span.stop:
+                first, column = place.next_rows(span.stop)
+                rows = _rows(span, first, column, skip)
+                if rows:
+                    yield rows
+
+    def close(self) -> None:
+        """Close the open file, if any."""
+        if self._place is not None:
+            self._place.file.close()
+            self._place = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _place_for(self, shard: Shard, row: int) -> _Place:
+        place = self._place
+        if place is None or not place.leads_to(shard, row):
+            self.close()
+            place = self._place = _Place(shard, self._column, row, self._batch_rows)
+        place.forward_to(row)
+        return place
+
+
+class _Place:
+    """Where a reader stands in one file: the next row and the decoded rows that it is in."""
+
+    def __init__(self, shard: Shard, column: str, row: int, batch_rows: int) -> None:
+        self.shard = shard
+        self.file = _open(shard)
+        metadata = self.file.metadata
+        starts = [0]
+        for group in range(metadata.num_row_groups):
+            starts.append(starts[-1] + metadata.row_group(group).num_rows)
+        self._starts = starts
+        self._column = column
+        group = self._group_of(row)
+        self.row = starts[group]
+        self._decoded: Any = None
+        self._decoded_start = self.row
+        self._batches = self.file.iter_batches(
+            batch_size=batch_rows,
+            row_groups=list(range(group, metadata.num_row_groups)),
+            columns=[column],
+            use_threads=False,
+        )
+
+    def leads_to(self, shard: Shard, row: int) -> bool:
+        """Whether going on from here is no more work than opening the file at `row`."""
+        if shard != self.shard or row < self.row:
+            return False
+        return row == self.row or self._group_of(row) == self._group_of(self.row)
+
+    def forward_to(self, row: int) -> None:
+        while self.row < row:
+            self.next_rows(row)
+
+    def next_rows(self, stop: int) -> tuple[int, Any]:
+        """Decode on; return the index of the first row and the column, at most to `stop`."""
+        if self._decoded is None or self.row >= self._decoded_start + len(self._decoded):
+            batch = next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid(f"it ends after row {self.row:,}")
+            self._decoded_start = self.row
+            self._decoded = batch.column(self._column)
+        first = self.row
+        column = self._decoded.slice(first - self._decoded_start, stop - first)
+        self.row += len(column)
+        return first, column
+
+    def _group_of(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
+
+
+def _rows(span: Span, first: int, column: Any, skip: Container[int]) -> list[Row]:
+    wanted = [offset for offset in range(len(column)) if first + offset not in skip]
+    if not wanted:
+        return []
+    values = _values(column)
+    return [Row(RowId(span.shard, first + offset), values[offset]) for offset in wanted]
+
+
+def _values(column: Any) -> list[object]:
+    try:
+        values: list[object] = column.to_pylist()
+    except (ValueError, OverflowError):
+        return [_value(scalar) for scalar in column]
+    return values
+
+
+def _value(scalar: Any) -> object:
+    try:
+        value: object = scalar.as_py()
+    except UnicodeDecodeError as error:
+        return error.object
+    except (ValueError, OverflowError):
+        return scalar
+    return value
+
+
+def _files_below(folder: Path) -> list[Path]:
+    def fail(error: OSError) -> None:
+        # os.walk would leave the folder out without a word
+        raise error
+
+    files: list[Path] = []
+    for here, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not _hidden(name)]
+        files += [
+            Path(here, name) for name in names if name.endswith(".parquet") and not _hidden(name)
+        ]
+    return files
+
+
+def _files_of_glob(pattern: Path, base: Path) -> tuple[Path, list[Path]]:
+    parts = pattern.parts
+    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
+    root = base.joinpath(*parts[:fixed])
+    wild = parts[fixed:]
+    wants_hidden = any(_hidden(part) for part in wild)
+    # a set: several `**` find a file several times
+    names = {
+        name
+        for name in glob.glob(str(Path(*wild)), root_dir=root, recursive=True)
+        if wants_hidden or not any(_hidden(part) for part in Path(name).parts)
+    }
+    return root, [root / name for name in names if (root / name).is_file()]
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", "_"))
+
+
+def _spans_of(shard: Shard, span_rows: int) -> Iterator[Span]:
+    start = stop = 0
+    for rows in _group_rows(shard):
+        if stop > start and stop + rows - start > span_rows:
+            yield Span(shard.name, start, stop)
+            start = stop
+        stop += rows
+        # only a group larger than a span gets here with more than a span
+        if stop - start > span_rows:
+            while start < stop:
+                yield Span(shard.name, start, min(start + span_rows, stop))
+                start = min(start + span_rows, stop)
+    if stop > start:
+        yield Span(shard.name, start, stop)
+
+
+def _group_rows(shard: Shard) -> Iterator[int]:
+    """The rows of each row group that belong to the input."""
+    footer = _footer(shard.path)
+    left = shard.rows
+    for group in range(footer.num_row_groups):
+        rows = min(left, footer.row_group(group).num_rows)
+        left -= rows
+        yield rows
+
+
+def _check_column(shard: Shard, schema: pa.Schema, name: str) -> None:
+    found = len(schema.get_all_field_indices(name))
+    if found == 1:
+        return
+    if found > 1:
+        raise ConfigError(
+            f"`{shard.name}` has {found} columns `{name}`", hint="give each column its own name"
+        )
+    nearest = difflib.get_close_matches(name, schema.names, n=1)
+    meant = f"did you mean `{nearest[0]}`? " if nearest else ""
+    columns = ", ".join(f"`{column}`" for column in schema.names)
+    raise ConfigError(
+        f"`{shard.name}` has no column `{name}`", hint=f"{meant}its columns are {columns}"
+    )
+
+
+def _carried_schema(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
+    """Names and types alone: what else a writer noted must not differ between shards."""
+    return pa.schema([pa.field(name, schema.field(name).type) for name in columns])
+
+
+def _footer(path: Path) -> Any:
+    try:
+        return pq.read_metadata(path)
+    except pa.ArrowInvalid as error:
+        raise ConfigError(
+            f"`{path}` is not a Parquet file: {error}",
+            hint="take it out of the input, or copy it again if it is cut short",
+        ) from error
+    except _READ_FAULTS as error:
+        raise _unreadable(path, error) from error
+
+
+def _open(shard: Shard) -> Any:
+    with _reading(shard.path):
+        file = pq.ParquetFile(shard.path, pre_buffer=False, buffer_size=_READ_BUFFER_BYTES)
+        rows = file.metadata.num_rows
+        if rows != shard.file_rows:
+            file.close()
+            raise InfrastructureError(
+                f"`{shard.path}` has {rows:,} rows now, {shard.file_rows:,} when the job began",
+                hint="an input must not change while a job runs: restore it, then run again",
+            )
+    return file
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except _READ_FAULTS as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: BaseException) -> InfrastructureError:
+    return InfrastructureError(
+        f"cannot read `{path}`: {error}",
+        hint="check the file and its disk, then run the same command again",
+    )

@@ -1,0 +1,262 @@
+"""Attention over paged KV with plain torch, on any device. Knows nothing of scheduling.
+
+Shapes: T tokens of the packed row, H query heads, K kv heads, G query heads per kv head,
+D width of a query or key head, W width of a value head, B sequences that decode, C tokens of
+a chunk, S context length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from jobrunner.engine.attention.hook import AttentionOptions, Piece
+from jobrunner.engine.kv import KvPool
+
+# decodes share a padded batch while the longest context is not much longer than the shortest
+_PADDING_RATIO = 1.25
+_PADDING_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class _Decodes:
+    """Rows `first` up to `last` of the packed row: one token each, contexts of similar length."""
+
+    first: int
+    last: int
+    shortest: int
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def hidden(self, context: int, window: int | None) -> torch.Tensor:
+        """True where a token must not look, `[B, S]`; built once for all layers."""
+        if window not in self.masks:
+            position_S = torch.arange(context, device=self.lengths.device)
+            length_B1 = self.lengths.unsqueeze(1)
+            hidden_BS = position_S >= length_B1
+            if window is not None:
+                hidden_BS |= position_S < length_B1 - window
+            self.masks[window] = hidden_BS
+        return self.masks[window]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows `first` up to `last` of the packed row: tokens `start` up to `stop` of a sequence.
+
+    `blocks` is None where the chunk begins the sequence and finds all it needs in the pass.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    blocks: torch.Tensor | None
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def hidden(self, window: int | None, device: torch.device) -> torch.Tensor:
+        """True where a token must not look, `[C, S]`; built once for all layers."""
+        if window not in self.masks:
+            position_S = torch.arange(self.stop, device=device)
+            own_C1 = position_S[self.start :].unsqueeze(1)
+            hidden_CS = position_S > own_C1
+            if window is not None:
+                hidden_CS |= position_S <= own_C1 - window
+            self.masks[window] = hidden_CS
+        return self.masks[window]
+
+
+class TorchPagedAttention:
+    """Keeps K and V in the pool and attends over it; everything per step is built in `begin`."""
+
+    def __init__(self, pool: KvPool, device: torch.device) -> None:
+        self._pool = pool
+        self._device = device
+        self._call = 0
+        self._slots_T = torch.empty(0, dtype=torch.long)
+        self._decodes: list[_Decodes] = []
+        self._chunks: list[_Chunk] = []
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Prepare for one forward pass over these pieces, packed in this order.
+
+        Pieces of one token come first, those with the shortest context in front.
+        """
+        self._call = 0
+        size = self._pool.block_size
+        self._slots_T = self._tensor(np.concatenate([_slots(piece, size) for piece in pieces]))
+        singles = [piece for piece in pieces if piece.stop - piece.start == 1]
+        self._decodes = []
+        first = 0
+        for group in _groups(singles):
+            self._decodes.append(self._decode_group(group, first))
+            first += len(group)
+        self._chunks = []
+        for piece in pieces[len(singles) :]:
+            self._chunks.append(self._chunk(piece, first))
+            first += piece.stop - piece.start
+
+    def attend(
+        self,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTW: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Store K and V, and return what each token attends to, `[T, H, W]`."""
+        call = self._call
+        self._call += 1
+        self._pool.write(call, self._slots_T, k_KTD, v_KTW)
+        heads, tokens, _ = q_HTD.shape
+        out_THW = q_HTD.new_empty(tokens, heads, v_KTW.shape[-1])
+        q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
+        for group in self._decodes:
+            rows = slice(group.first, group.last)
+            out_BKGW = out_THW[rows].unflatten(1, q_KGTD.shape[:2])
+            out_BKGW.copy_(self._decode(call, group, q_KGTD[:, :, rows], options))
+        for chunk in self._chunks:
+            rows = slice(chunk.first, chunk.last)
+            k_KSD, v_KSW = k_KTD[:, rows], v_KTW[:, rows]
+            if chunk.blocks is not None:
+                k_KSD, v_KSW = self._pool.gather(call, chunk.blocks)
+                k_KSD, v_KSW = k_KSD[:, : chunk.stop], v_KSW[:, : chunk.stop]
+            out_HCW = self._prefill(chunk, q_HTD[:, rows], k_KSD, v_KSW, options)
+            out_THW[rows] = out_HCW.transpose(0, 1)
+        return out_THW
+
+    def _decode(
+        self, call: int, group: _Decodes, q_KGBD: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """One token each: the query heads of a kv head are the rows of one small product."""
+        kv_heads, queries, batch, _ = q_KGBD.shape
+        k, v = self._pool.gather(call, group.blocks)
+        k_NSD = k.unflatten(1, (batch, -1)).flatten(0, 1)
+        v_NSW = v.unflatten(1, (batch, -1)).flatten(0, 1)
+        q_NGD = q_KGBD.transpose(1, 2).flatten(0, 1)
+        scores_KBGS = _scores(q_NGD, k_NSD, options).unflatten(0, (kv_heads, batch))
+        context = k_NSD.shape[1]
+        # without a window only the ends of the contexts differ
+        seen = group.shortest if options.window is None else 0
+        if seen < context:
+            hidden_BS = group.hidden(context, options.window)
+            scores_KBGS[..., seen:].masked_fill_(hidden_BS[:, None, seen:], float("-inf"))
+        sinks = options.sinks
+        sinks_K1G1 = None if sinks is None else sinks.view(kv_heads, 1, queries, 1)
+        weights_KBGS = _weights(scores_KBGS, sinks_K1G1)
+        out_NGW = torch.bmm(weights_KBGS.flatten(0, 1), v_NSW)
+        return out_NGW.unflatten(0, (kv_heads, batch)).transpose(0, 1)
+
+    def _prefill(
+        self,
+        chunk: _Chunk,
+        q_HCD: torch.Tensor,
+        k_KSD: torch.Tensor,
+        v_KSW: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        if options.softcap is not None or options.sinks is not None:
+            return self._prefill_by_hand(chunk, q_HCD, k_KSD, v_KSW, options)
+        window = options.window
+        # `is_causal` lines up the first query with the first key, so it serves no later chunk
+        causal = chunk.start == 0 and (window is None or window >= chunk.stop)
+        mask_CS = None if causal else ~chunk.hidden(window, self._device)
+        out_1HCW: torch.Tensor = scaled_dot_product_attention(
+            q_HCD.unsqueeze(0),
+            k_KSD.unsqueeze(0),
+            v_KSW.unsqueeze(0),
+            attn_mask=mask_CS,
+            is_causal=causal,
+            scale=options.scale,
+            enable_gqa=q_HCD.shape[0] != k_KSD.shape[0],
+        )
+        return out_1HCW[0]
+
+    def _prefill_by_hand(
+        self,
+        chunk: _Chunk,
+        q_HCD: torch.Tensor,
+        k_KSD: torch.Tensor,
+        v_KSW: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        kv_heads, length = k_KSD.shape[0], q_HCD.shape[1]
+        q_KRD = q_HCD.unflatten(0, (kv_heads, -1)).flatten(1, 2)
+        scores_KGCS = _scores(q_KRD, k_KSD, options).unflatten(1, (-1, length))
+        scores_KGCS.masked_fill_(chunk.hidden(options.window, self._device), float("-inf"))
+        sinks = options.sinks
+        sinks_KG11 = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+        weights_KGCS = _weights(scores_KGCS, sinks_KG11)
+        out_KRW = torch.bmm(weights_KGCS.flatten(1, 2), v_KSW)
+        return out_KRW.unflatten(1, (-1, length)).flatten(0, 1)
+
+    def _decode_group(self, group: Sequence[Piece], first: int) -> _Decodes:
+        longest = group[-1].stop
+        width = -(-longest // self._pool.block_size)
+        table = np.empty((len(group), width), dtype=np.int64)
+        for row, piece in enumerate(group):
+            held = -(-piece.stop // self._pool.block_size)
+            table[row, :held] = piece.blocks[:held]
+            # any block would do for padding; its own keeps a broken row to itself
+            table[row, held:] = piece.blocks[held - 1]
+        return _Decodes(
+            first=first,
+            last=first + len(group),
+            shortest=group[0].stop,
+            lengths=self._tensor(np.array([piece.stop for piece in group])),
+            blocks=self._tensor(table.reshape(-1)),
+        )
+
+    def _chunk(self, piece: Piece, first: int) -> _Chunk:
+        blocks = None
+        if piece.start > 0:
+            held = -(-piece.stop // self._pool.block_size)
+            blocks = self._tensor(np.array(piece.blocks[:held]))
+        last = first + piece.stop - piece.start
+        return _Chunk(first, last, piece.start, piece.stop, blocks)
+
+    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
+
+
+def _slots(piece: Piece, block_size: int) -> np.ndarray:
+    """The slots of a piece's own tokens."""
+    if piece.stop - piece.start == 1:
+        block, offset = divmod(piece.start, block_size)
+        return np.array([piece.blocks[block] * block_size + offset])
+    position = np.arange(piece.start, piece.stop)
+    return np.asarray(piece.blocks)[position // block_size] * block_size + position % block_size
+
+
+def _groups(pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
+    """Cut pieces, ordered by context length, where padding would grow too large."""
+    groups: list[Sequence[Piece]] = []
+    first = 0
+    for index, piece in enumerate(pieces):
+        if piece.stop > _PADDING_RATIO * pieces[first].stop + _PADDING_TOKENS:
+            groups.append(pieces[first:index])
+            first = index
+    if pieces:
+        groups.append(pieces[first:])
+    return groups
+
+
+def _scores(q_NRD: torch.Tensor, k_NSD: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    scores_NRS = torch.baddbmm(
+        q_NRD.new_empty(1), q_NRD, k_NSD.transpose(1, 2), beta=0, alpha=options.scale
+    )
+    if options.softcap is not None:
+        scores_NRS = options.softcap * torch.tanh(scores_NRS / options.softcap)
+    return scores_NRS
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Softmax over the context; a sink takes its share and is dropped."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]

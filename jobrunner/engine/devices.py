@@ -1,0 +1,72 @@
+"""Choose the device and the number format. Knows nothing of weights or sequences."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from jobrunner.errors import ModelError
+
+log = logging.getLogger("cbjob")
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def resolve_device(device: str) -> str:
+    """Return `cpu` or `cuda`; `auto` takes a GPU where there is one.
+
+    Raises ModelError where a GPU is asked for and absent.
+    """
+    present = torch.cuda.is_available()
+    if device == "auto":
+        chosen = "cuda" if present else "cpu"
+        log.info("device %s: %s", chosen, "a GPU is present" if present else "no GPU was found")
+        return chosen
+    if device.startswith("cuda") and not present:
+        raise ModelError(
+            f"model.device is `{device}`, but torch {torch.__version__} finds no GPU",
+            hint='set model.device = "auto", or install a driver and a CUDA build of torch',
+        )
+    return device
+
+
+def resolve_dtype(dtype: str, device: str, config: PretrainedConfig) -> str:
+    """Return the name of the number format for weights, activations and KV.
+
+    `auto` is the checkpoint's own on a GPU; on a CPU it is bfloat16 where the processor has
+    instructions for it, else float32.
+    """
+    if dtype != "auto":
+        return dtype
+    if device.startswith("cuda"):
+        chosen, reason = _checkpoint_dtype(config)
+    elif cpu_has_bfloat16():
+        chosen, reason = "bfloat16", "the processor has bfloat16 instructions"
+    else:
+        chosen, reason = "float32", "the processor has no bfloat16 instructions"
+    log.info("dtype %s: %s", chosen, reason)
+    return chosen
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether bfloat16 is fast on this processor, not merely emulated."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not cpuinfo.exists():
+        return False
+    lines = cpuinfo.read_text().splitlines()
+    flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return not _BF16_FLAGS.isdisjoint(flags.split())
+
+
+def _checkpoint_dtype(config: PretrainedConfig) -> tuple[str, str]:
+    name = str(config.dtype).removeprefix("torch.")
+    if name in DTYPES:
+        return name, "as in the checkpoint"
+    return "bfloat16", f"the checkpoint says {name}"

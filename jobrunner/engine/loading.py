@@ -1,0 +1,211 @@
+"""Load a model and build the engine around it. Knows nothing of rows, files of rows or text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from jobrunner.engine.attention.hook import attach
+from jobrunner.engine.attention.torch_paged import TorchPagedAttention
+from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
+from jobrunner.engine.engine import Engine
+from jobrunner.engine.kv import KvPool, bytes_per_token
+from jobrunner.engine.memory import KvMemory, available_memory, kv_block_count
+from jobrunner.engine.proof import prove
+from jobrunner.engine.runner import TransformersRunner
+from jobrunner.engine.scheduler import Limits, Scheduler
+from jobrunner.engine.stopping import OpenText
+from jobrunner.engine.support import (
+    check_calls,
+    check_supported,
+    read_config,
+    resolve_max_model_len,
+)
+from jobrunner.errors import ModelError
+
+log = logging.getLogger("cbjob")
+
+AutoInt = int | Literal["auto"]
+
+# of the memory that is free once the weights are loaded; the rest is for activations and others
+_KV_SHARE = {"cpu": 0.3, "cuda": 0.85}
+_BATCH_SIZE = {"cpu": 64, "cuda": 256}
+_TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What is known of a model before its weights are read."""
+
+    device: str
+    dtype: str
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine that is ready, and what was chosen for it."""
+
+    engine: Engine
+    dtype: str
+    device: str
+    limits: Limits
+    max_model_len: int
+    block_size: int
+    kv_blocks: int
+    kv_bytes_per_token: int
+
+
+def read_model_info(
+    folder: Path, *, device: str, dtype: str, max_model_len: AutoInt | None
+) -> ModelInfo:
+    """Resolve what the settings leave to the machine; log each choice and its reason.
+
+    Raises ModelError for a model that cannot run here, as far as its configuration tells.
+    """
+    config = read_config(folder)
+    check_supported(config)
+    device = resolve_device(device)
+    return ModelInfo(
+        device=device,
+        dtype=resolve_dtype(dtype, device, config),
+        max_model_len=resolve_max_model_len(config, max_model_len),
+    )
+
+
+def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
+    """Load a local safetensors checkpoint with eager attention, ready for inference.
+
+    Raises ModelError where weights are missing, damaged or of another kind.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"`{folder}` holds no safetensors weights",
+            hint="convert them: load the model with transformers and call save_pretrained",
+        )
+    try:
+        with _no_progress_bars():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=DTYPES[dtype],
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise ModelError(
+            f"the weights in `{folder}` cannot be loaded: {error}",
+            hint="check that the folder is complete",
+        ) from error
+    # transformers makes up what a checkpoint lacks
+    absent = sorted(map(str, {*report["missing_keys"], *report["mismatched_keys"]}))
+    if absent:
+        raise ModelError(
+            f"the weights in `{folder}` lack {len(absent)} tensors of the model, "
+            f"`{absent[0]}` among them",
+            hint="check that the folder is complete and that config.json belongs to it",
+        )
+    return model.eval().requires_grad_(False).to(device)
+
+
+def open_engine(
+    folder: Path,
+    *,
+    open_text: OpenText,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: AutoInt = "auto",
+    max_model_len: AutoInt | None = "auto",
+    max_batch_size: AutoInt = "auto",
+    token_budget: AutoInt = "auto",
+    chunk_size: AutoInt = "auto",
+    block_size: int = 16,
+    kv_memory: KvMemory = "auto",
+    prefix_cache: bool = True,
+    lookahead: AutoInt = "auto",
+) -> LoadedEngine:
+    """Load the model, prove it on our attention, size the KV memory, and join the parts.
+
+    Raises ModelError where the model cannot run here.
+    """
+    info = read_model_info(folder, device=device, dtype=dtype, max_model_len=max_model_len)
+    if threads != "auto":
+        torch.set_num_threads(threads)
+    limits = resolve_limits(info.device, max_batch_size, token_budget, chunk_size, lookahead)
+    model = load_model(folder, info.dtype, info.device)
+    calls = prove(model, TorchPagedAttention, block_size)
+    check_calls(model.config, calls, info.max_model_len)
+    token_bytes = bytes_per_token(calls, model.dtype)
+    block_count = kv_block_count(
+        kv_memory,
+        bytes_per_token=token_bytes,
+        block_size=block_size,
+        wanted_tokens=limits.max_batch_size * info.max_model_len,
+        spare_bytes=_spare_bytes(info.device),
+    )
+    pool = KvPool(calls, block_count, block_size, model.dtype, model.device)
+    attention = TorchPagedAttention(pool, model.device)
+    attach(model, attention)
+    scheduler = Scheduler(Blocks(block_count, block_size, prefix_cache), limits, open_text)
+    log.info("KV memory: %s tokens of %s bytes", f"{block_count * block_size:,}", token_bytes)
+    return LoadedEngine(
+        engine=Engine(scheduler, TransformersRunner(model, attention, model.device)),
+        dtype=info.dtype,
+        device=info.device,
+        limits=limits,
+        max_model_len=info.max_model_len,
+        block_size=block_size,
+        kv_blocks=block_count,
+        kv_bytes_per_token=token_bytes,
+    )
+
+
+def resolve_limits(
+    device: str,
+    max_batch_size: AutoInt,
+    token_budget: AutoInt,
+    chunk_size: AutoInt,
+    lookahead: AutoInt,
+) -> Limits:
+    """Fill in the bounds of a step that the settings leave to the machine."""
+    kind = device.partition(":")[0]
+    batch = _BATCH_SIZE[kind] if max_batch_size == "auto" else max_batch_size
+    budget = max(batch, _TOKEN_BUDGET[kind]) if token_budget == "auto" else token_budget
+    if max_batch_size == "auto":
+        batch = min(batch, budget)
+    return Limits(
+        max_batch_size=batch,
+        token_budget=budget,
+        chunk_size=budget if chunk_size == "auto" else chunk_size,
+        lookahead=4 * batch if lookahead == "auto" else lookahead,
+    )
+
+
+def _spare_bytes(device: str) -> int:
+    kind = device.partition(":")[0]
+    free = available_memory() if kind == "cpu" else torch.cuda.mem_get_info()[0]
+    return int(_KV_SHARE[kind] * free)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on the terminal, which is the console's."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

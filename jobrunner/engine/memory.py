@@ -1,0 +1,91 @@
+"""How much memory the KV pool may take. Knows nothing of models or tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from jobrunner.errors import ModelError
+
+KvMemory = int | Literal["auto"]
+
+_ROOT = Path("/")
+
+
+def kv_block_count(
+    kv_memory: KvMemory,
+    *,
+    bytes_per_token: int,
+    block_size: int,
+    wanted_tokens: int,
+    spare_bytes: int,
+) -> int:
+    """Return how many blocks the pool gets.
+
+    `auto` takes what `wanted_tokens` need, at most `spare_bytes`; a size in bytes is taken as
+    it is. Raises ModelError where not even one block fits.
+    """
+    block_bytes = bytes_per_token * block_size
+    if kv_memory == "auto":
+        wanted = -(-wanted_tokens // block_size)
+        count = min(wanted, spare_bytes // block_bytes)
+        given = spare_bytes
+    else:
+        count = kv_memory // block_bytes
+        given = kv_memory
+    if count < 1:
+        raise ModelError(
+            f"KV memory of {given:,} bytes holds no block of {block_size} tokens "
+            f"({block_bytes:,} bytes)",
+            hint="raise batching.kv_memory, or lower batching.block_size",
+        )
+    return count
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Bytes of host memory this process may still take, limits of its control groups included.
+
+    Page cache counts as available, because the kernel gives it back.
+    """
+    available = _fields(root / "proc/meminfo")["MemAvailable:"] * 1024
+    for group in _control_groups(root):
+        available = min(available, _left_in_group(group, available))
+    return max(0, available)
+
+
+def _control_groups(root: Path) -> list[Path]:
+    """The folders of the control groups whose memory limits hold here, both versions."""
+    listing = root / "proc/self/cgroup"
+    if not listing.exists():
+        return []
+    folders: list[Path] = []
+    for line in listing.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            mount = root / "sys/fs/cgroup" / controllers
+            group = mount / path.lstrip("/")
+            # a limit higher up holds as well; inside a container only the mount may be visible
+            folders += [group, *(up for up in group.parents if up.is_relative_to(mount))]
+    return [folder for folder in folders if folder.is_dir()]
+
+
+def _left_in_group(group: Path, unlimited: int) -> int:
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = group / limit_name, group / usage_name
+        if limit.exists() and usage.exists():
+            text = limit.read_text().strip()
+            if text == "max":
+                return unlimited
+            cache = _fields(group / "memory.stat").get("inactive_file", 0)
+            return int(text) - int(usage.read_text()) + cache
+    return unlimited
+
+
+def _fields(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    lines = (line.split() for line in path.read_text().splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) >= 2}

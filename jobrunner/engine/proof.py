@@ -1,0 +1,160 @@
+"""Try a loaded model on our attention before any row depends on it. Knows nothing of rows.
+
+Shapes: T tokens of the packed row, H query heads, K kv heads, D width of a query or key head,
+W width of a value head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from jobrunner.engine.attention.hook import NAME, Attention, AttentionOptions, Piece, attach
+from jobrunner.engine.kv import AttentionCall, KvPool
+from jobrunner.engine.runner import Packed, TransformersRunner
+from jobrunner.errors import ModelError
+
+# relative error of a row of logits that rounding explains; a wrong attention is off by its size
+_TOLERANCE = {torch.float32: 0.01, torch.float16: 0.3, torch.bfloat16: 0.3}
+_SEED = 20240229
+_LONG, _SHORT = 13, 6
+
+MakeAttention = Callable[[KvPool, torch.device], Attention]
+
+
+class _Turn(NamedTuple):
+    """Tokens `start` up to `stop` of test sequence 0 or 1."""
+
+    sequence: int
+    start: int
+    stop: int
+
+
+# first chunks, then a decode beside a chunk that goes on, then two decodes
+_PASSES = (
+    (_Turn(0, 0, 5), _Turn(1, 0, 4)),
+    (_Turn(1, 4, 5), _Turn(0, 5, 12)),
+    (_Turn(1, 5, _SHORT), _Turn(0, 12, _LONG)),
+)
+
+
+class _Recorder:
+    """Notes what each attention call of a pass brings; attends to nothing."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        self.calls = []
+
+    def attend(
+        self,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTW: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        heads, key_width, value_width = k_KTD.shape[0], k_KTD.shape[-1], v_KTW.shape[-1]
+        self.calls.append(AttentionCall(heads, key_width, value_width, options.window))
+        return v_KTW.new_zeros(q_HTD.shape[1], q_HTD.shape[0], value_width)
+
+
+def prove(
+    model: torch.nn.Module, make_attention: MakeAttention, block_size: int
+) -> list[AttentionCall]:
+    """Return the attention calls of one pass, after showing that ours computes the same logits.
+
+    The model must come with eager attention; it leaves with ours. Raises ModelError where it
+    does not take our attention, or computes something else with it.
+    """
+    device, dtype = model.device, model.dtype
+    sequences = _test_sequences(model.config.get_text_config().vocab_size)
+    try:
+        expected = [_eager_logits(model, tokens, device) for tokens in sequences]
+        calls = _record_calls(model, device)
+        pool = KvPool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
+        attention = make_attention(pool, device)
+        attach(model, attention)
+        actual = _paged_logits(TransformersRunner(model, attention, device), sequences, block_size)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise ModelError(
+            f"model type `{model.config.model_type}` does not run with paged attention: {error}",
+            hint="use another model; this one's attention asks for something we do not have",
+        ) from error
+    for expected_TV, actual_TV in zip(expected, actual, strict=True):
+        _compare(model, expected_TV, actual_TV, _TOLERANCE[dtype])
+    return calls
+
+
+def _test_sequences(vocabulary: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(_SEED)
+    return [
+        torch.randint(vocabulary, (length,), generator=generator).tolist()
+        for length in (_LONG, _SHORT)
+    ]
+
+
+def _eager_logits(
+    model: torch.nn.Module, tokens: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    ids = torch.tensor([tokens], device=device)
+    positions = torch.arange(len(tokens), device=device).unsqueeze(0)
+    with torch.inference_mode():
+        logits_1TV = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        return logits_1TV[0].float()
+
+
+def _record_calls(model: torch.nn.Module, device: torch.device) -> list[AttentionCall]:
+    recorder = _Recorder()
+    attach(model, recorder)
+    if model.config._attn_implementation != NAME:
+        raise ValueError(f"it stays with its `{model.config._attn_implementation}` attention")
+    probe = Packed(array("q", [0, 1, 2]), array("q", [0, 1, 2]), [Piece(0, 3, [0])], [2])
+    TransformersRunner(model, recorder, device).logits(probe)
+    return recorder.calls
+
+
+def _paged_logits(
+    runner: TransformersRunner, sequences: Sequence[Sequence[int]], block_size: int
+) -> list[torch.Tensor]:
+    """Logits of every token of both sequences, computed side by side in chunks."""
+    width = -(-_LONG // block_size)
+    # neighbours in a sequence are not neighbours in memory
+    tables = [list(range(0, 2 * width, 2)), list(range(1, 2 * width, 2))]
+    rows: list[list[torch.Tensor]] = [[], []]
+    for turns in _PASSES:
+        packed = Packed(array("q"), array("q"), [], [])
+        pieces = [Piece(turn.start, turn.stop, tables[turn.sequence]) for turn in turns]
+        for turn in turns:
+            packed.tokens.extend(sequences[turn.sequence][turn.start : turn.stop])
+            packed.positions.extend(range(turn.start, turn.stop))
+        every_row = range(len(packed.tokens))
+        logits_TV = runner.logits(Packed(packed.tokens, packed.positions, pieces, every_row))
+        lengths = [turn.stop - turn.start for turn in turns]
+        for turn, part_TV in zip(turns, logits_TV.split(lengths), strict=True):
+            rows[turn.sequence].append(part_TV)
+    return [torch.cat(parts) for parts in rows]
+
+
+def _compare(
+    model: torch.nn.Module, expected_TV: torch.Tensor, actual_TV: torch.Tensor, tolerance: float
+) -> None:
+    kind = model.config.model_type
+    if not bool(expected_TV.isfinite().all()):
+        raise ModelError(
+            f"model type `{kind}` gives logits that are not finite in {model.dtype}",
+            hint='set model.dtype = "float32", or "bfloat16" instead of "float16"',
+        )
+    # a shift of all logits changes nothing, so it must not hide a difference
+    spread_T = (expected_TV - expected_TV.mean(dim=-1, keepdim=True)).norm(dim=-1)
+    error_T = (actual_TV - expected_TV).norm(dim=-1) / spread_T.clamp(min=1e-6)
+    worst = float(error_T.max())
+    if not worst <= tolerance:
+        raise ModelError(
+            f"model type `{kind}` computes other logits with paged attention than with its own: "
+            f"relative difference {worst:.3g}, limit {tolerance}",
+            hint="use another model; this one keeps state or masks that we do not know of",
+        )

@@ -1,0 +1,58 @@
+"""The exception tree, exit codes and hints. An error row is a record, not an exception."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What `cbjob` tells its caller."""
+
+    OK = 0
+    UNEXPECTED = 1
+    USAGE = 2
+    ROW_ERRORS = 3
+    TOO_MANY_ERRORS = 4
+    INFRASTRUCTURE = 74
+    RUN_AGAIN = 75
+    INTERRUPTED = 130
+
+
+class JobError(Exception):
+    """Something that ends the job: what and where in `str()`, the fix in `hint`."""
+
+    exit_code = ExitCode.UNEXPECTED
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class ConfigError(JobError):
+    """The job file, an option or the input cannot be used as it is."""
+
+    exit_code = ExitCode.USAGE
+
+
+class MismatchError(JobError):
+    """The run directory belongs to a job that differs from this one."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ModelError(JobError):
+    """The model cannot run here."""
+
+    exit_code = ExitCode.USAGE
+
+
+class InfrastructureError(JobError):
+    """A disk, a file or a device failed: mend it and run again."""
+
+    exit_code = ExitCode.INFRASTRUCTURE
+
+
+class DeviceBusyError(JobError):
+    """Another worker of this job holds the device."""
+
+    exit_code = ExitCode.RUN_AGAIN

@@ -1,0 +1,336 @@
+"""Join the parts into one job: rows -> requests -> engine -> completions -> committed results.
+
+The composition root: it knows every part and does no work of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jobrunner.config import Settings
+from jobrunner.console.live import Console
+from jobrunner.console.stats import Stats, Totals
+from jobrunner.console.view import summary
+from jobrunner.data.claims import Claims, Identity
+from jobrunner.data.feed import Feed
+from jobrunner.data.fingerprint import remember
+from jobrunner.data.inputs import Input, open_input
+from jobrunner.data.layout import RunDirectory
+from jobrunner.data.ledger import Ledger
+from jobrunner.data.models import model_fingerprint, resolve_model
+from jobrunner.data.progress import Progress, clean_up
+from jobrunner.data.prompts import Prompts
+from jobrunner.data.results import Results, Tally, merge_shard
+from jobrunner.data.sources import Reader, read_columns, shard_fingerprint
+from jobrunner.errors import DeviceBusyError, ExitCode, InfrastructureError
+from jobrunner.records import Completion, Engine, Request, Step
+from jobrunner.stop import Stop
+
+log = logging.getLogger("cbjob")
+
+# tokenised rows that wait between the feed and the engine, beside the engine's own window
+WINDOW_ROWS = 256
+WINDOW_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Settings that have met their input and their model. No weights are loaded yet."""
+
+    settings: Settings
+    input: Input
+    prompts: Prompts
+    model_folder: Path
+    device: str
+    dtype: str
+    max_model_len: int
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that decides what the results say."""
+        settings = self.settings
+        model = {f"model file `{k}`": v for k, v in model_fingerprint(self.model_folder).items()}
+        return {
+            **self.input.fingerprint(),
+            **model,
+            **self.prompts.describe(),
+            "input.column": settings.input.column,
+            "input.keep": list(settings.input.keep),
+            "--limit": settings.limit,
+            "model.dtype": self.dtype,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run ended: `tally` sums over all finished rows of the job, whichever run did them."""
+
+    exit_code: ExitCode
+    rows: int
+    tally: Tally
+    results: Path
+
+
+OpenEngine = Callable[[Job], Engine]
+Observe = Callable[[Step], None]
+
+
+def run(
+    settings: Settings,
+    *,
+    open_engine: OpenEngine | None = None,
+    observe: Observe = lambda step: None,
+    stop: Stop | None = None,
+) -> Summary:
+    """Run a job to its end, or until a signal or `stop` asks to leave early.
+
+    Run it again on the same run directory and it goes on. `open_engine` replaces the model,
+    `observe` is shown every step. Raises JobError; what is committed stays committed.
+    """
+    stop = stop or Stop()
+    job = open_job(settings)
+    identity = Identity.of_this_process(_device_key(job.device))
+    directory = RunDirectory(settings.run_directory, identity.worker)
+    directory.create()
+    remember(directory, job.fingerprint())
+    claims = Claims(directory.claims, identity)
+    with (
+        _only_worker_on(identity, claims),
+        _log_file(directory.root / "log.txt"),
+        stop.on_signals(settings.checkpoint.grace),
+    ):
+        claims.sweep()
+        clean_up(directory, job.input.shards, claims.is_gone)
+        progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
+        if progress.complete:
+            log.info("every row is done: results are in %s", directory.results)
+        else:
+            _work(job, directory, claims, progress, stop, open_engine or load_engine, observe)
+        return _sum_up(progress, directory)
+
+
+def open_job(settings: Settings) -> Job:
+    """Bring settings, input and model together. Everything but the weights is checked here."""
+    from jobrunner.engine.loading import read_model_info
+
+    generation = settings.generation
+    job_input = open_input(settings)
+    folder = resolve_model(settings.model.name, settings.folder)
+    info = read_model_info(
+        folder,
+        device=settings.model.device,
+        dtype=settings.model.dtype,
+        max_model_len=settings.model.max_model_len,
+    )
+    prompts = Prompts(
+        folder,
+        kind="prompt" if settings.input.prompt is not None else "messages",
+        system=settings.input.system,
+        chat=settings.input.chat,
+        max_model_len=info.max_model_len,
+        job_seed=settings.job.seed,
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        stop=generation.stop,
+        stop_token_ids=generation.stop_token_ids,
+        ignore_eos=generation.ignore_eos,
+        seed=generation.seed,
+    )
+    return Job(settings, job_input, prompts, folder, info.device, info.dtype, info.max_model_len)
+
+
+def load_engine(job: Job) -> Engine:
+    """Load the model and build the engine that the settings ask for."""
+    from jobrunner.engine.loading import open_engine
+
+    model, batching = job.settings.model, job.settings.batching
+    # what the settings leave open is resolved again, as for the job, and logged this time
+    loaded = open_engine(
+        job.model_folder,
+        dtype=model.dtype,
+        device=model.device,
+        threads=model.threads,
+        max_model_len=model.max_model_len,
+        max_batch_size=batching.max_batch_size,
+        token_budget=batching.token_budget,
+        chunk_size=batching.chunk_size,
+        block_size=batching.block_size,
+        kv_memory=batching.kv_memory,
+        prefix_cache=batching.prefix_cache,
+        lookahead=batching.lookahead,
+        open_text=job.prompts.open_text,
+    )
+    return loaded.engine
+
+
+def _work(
+    job: Job,
+    directory: RunDirectory,
+    claims: Claims,
+    progress: Progress,
+    stop: Stop,
+    open_engine: OpenEngine,
+    observe: Observe,
+) -> None:
+    """Claim, read, generate and commit until nothing is left or a stop is asked for."""
+    settings = job.settings
+    results = Results(directory, settings.checkpoint.part_rows)
+    merge = partial(_merge, job, directory)
+    metrics = directory.root / "metrics.jsonl" if settings.progress.metrics else None
+    with (
+        Console(settings.progress.style, settings.progress.every, metrics) as console,
+        Ledger(directory, claims, progress, results, job.input.spans, merge) as ledger,
+        Reader(list(job.input.shards.values()), settings.input.column) as reader,
+    ):
+        log.info("%s of %s rows are done", f"{progress.rows_done:,}", f"{progress.rows:,}")
+        engine = open_engine(job)
+        stats = Stats(_totals(progress, job), slots=_slots(job), started_s=time.monotonic())
+        due = _Every(settings.checkpoint.every)
+        requests = _requests(job, ledger, reader, stats, stop)
+        with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
+            for step in engine.run(feed):
+                _finish(step.completions, job, ledger)
+                _fail(feed.errors(), ledger, stats)
+                stats.observe(step, time.monotonic())
+                observe(step)
+                if stop.requested:
+                    break
+                if ledger.full or due():
+                    ledger.checkpoint(engine.partials())
+                _merged(ledger.tick(), stats)
+                console.update(stats)
+            _fail(feed.errors(), ledger, stats)
+        ledger.checkpoint(engine.partials())
+        if stop.requested:
+            log.info("%s: what is finished and in flight is saved", stop.reason)
+        else:
+            _merged(ledger.settle(stop.wait), stats)
+        console.finish(stats, summary(stats.snapshot(time.monotonic()), directory.results))
+
+
+def _requests(
+    job: Job, ledger: Ledger, reader: Reader, stats: Stats, stop: Stop
+) -> Iterator[list[Request | Completion]]:
+    """Claim spans and turn their rows into requests; pulled by the feed's thread."""
+    for assignment in ledger.assignments(stop.wait):
+        if assignment is None:
+            # a chance for the feed to end while other workers hold what is left
+            yield []
+            continue
+        stats.shard_started(assignment.span.shard)
+        for rows in reader.read(assignment.span, skip=assignment.done):
+            yield job.prompts.encode(rows, assignment.partials)
+
+
+def _finish(completions: Iterable[Completion], job: Job, ledger: Ledger) -> None:
+    for completion in completions:
+        ledger.finish(completion, None if completion.error else job.prompts.text(completion))
+
+
+def _fail(failed: Iterable[Completion], ledger: Ledger, stats: Stats) -> None:
+    """Book rows that failed before they became a request."""
+    for completion in failed:
+        ledger.finish(completion, None)
+        if completion.error is not None:
+            stats.row_failed(completion.error)
+
+
+def _merged(shards: Iterable[str], stats: Stats) -> None:
+    for shard in shards:
+        log.info("finished shard %s", shard)
+        stats.shard_done()
+
+
+def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
+    shard = job.input.shards[name]
+    if shard_fingerprint(shard) != job.input.fingerprints[name]:
+        raise InfrastructureError(
+            f"`{shard.path}` changed while the job ran",
+            hint="restore it, then run the same command again",
+        )
+    columns = list(job.settings.input.keep)
+    kept = partial(read_columns, shard, columns)
+    return merge_shard(directory, name, shard.rows, kept, job.input.kept_schema)
+
+
+@contextmanager
+def _only_worker_on(identity: Identity, claims: Claims) -> Iterator[None]:
+    """Hold the device for this job, or refuse: cron may start a job that still runs."""
+    name = f"devices/{identity.host}/{identity.device}"
+    if not claims.acquire(name, exclusive=True):
+        holder = claims.holder(name)
+        pid = f" (process {holder.pid})" if holder else ""
+        raise DeviceBusyError(
+            f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
+            hint="let it finish; a worker on another device or machine may join in",
+        )
+    try:
+        yield
+    finally:
+        claims.release(name)
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+class _Every:
+    """Tells, when called, whether so many seconds have passed since it last said yes."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last_s = time.monotonic()
+
+    def __call__(self) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._last_s < self._seconds:
+            return False
+        self._last_s = now_s
+        return True
+
+
+def _totals(progress: Progress, job: Job) -> Totals:
+    return Totals(
+        rows=progress.rows,
+        rows_done_before=progress.rows_done,
+        errors_before=progress.tally.error_rows,
+        shards=len(job.input.shards),
+        shards_done_before=len(job.input.shards) - len(progress.unmerged),
+    )
+
+
+def _slots(job: Job) -> int | None:
+    size = job.settings.batching.max_batch_size
+    return size if isinstance(size, int) else None
+
+
+def _sum_up(progress: Progress, directory: RunDirectory) -> Summary:
+    tally = progress.tally
+    exit_code = ExitCode.RUN_AGAIN
+    if progress.complete:
+        exit_code = ExitCode.ROW_ERRORS if tally.error_rows else ExitCode.OK
+    return Summary(exit_code, progress.rows, tally, directory.results)
+
+
+def _device_key(device: str) -> str:
+    """Name the device that this process uses: on a CPU the set of cores it may run on."""
+    if device == "cpu":
+        return "cpu-" + "-".join(map(str, sorted(os.sched_getaffinity(0))))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    return f"{device}-{visible}"

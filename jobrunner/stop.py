@@ -1,0 +1,83 @@
+"""Signals and the grace time -> one flag that the loop looks at every step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from jobrunner.errors import ExitCode
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Stop:
+    """The wish to stop early. `reason` names the signal, or is empty."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._requested = threading.Event()
+        self._interrupts = 0
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def request(self, reason: str) -> None:
+        """Ask the loop to stop; the first reason counts."""
+        self.reason = self.reason or reason
+        self._requested.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a stop is requested or the time is up; tell whether one is."""
+        return self._requested.wait(timeout_s)
+
+    @contextmanager
+    def on_signals(self, grace_s: float) -> Iterator[None]:
+        """Turn signals into the flag while the block runs.
+
+        A second SIGINT raises KeyboardInterrupt at once. Work that does not end within
+        `grace_s` of the first signal is cut off with exit code 75: what is committed stays
+        committed, a rerun does the rest. Python lets only the main thread handle signals;
+        elsewhere this does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signalled, finished = threading.Event(), threading.Event()
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            self._interrupts += signum == signal.SIGINT
+            if self._interrupts > 1:
+                raise KeyboardInterrupt
+            self.request(signal.Signals(signum).name)
+            signalled.set()
+
+        def cut_off_after_grace() -> None:
+            signalled.wait()
+            if not finished.wait(grace_s):
+                _cut_off(grace_s)
+
+        threading.Thread(target=cut_off_after_grace, name="grace", daemon=True).start()
+        before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            finished.set()
+            signalled.set()
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+def _cut_off(grace_s: float) -> None:
+    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    sys.stderr.write(
+        f"{show_cursor}stopped: not done within the grace time of {grace_s:g} s;"
+        " the same command goes on from the last checkpoint\n"
+    )
+    sys.stderr.flush()
+    os._exit(ExitCode.RUN_AGAIN)

@@ -1,0 +1,254 @@
+"""The numbers against slow, obvious references."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobrunner.console.stats import (
+    RECENT_S,
+    Snapshot,
+    Stats,
+    Totals,
+    metrics_line,
+    peak_memory_bytes,
+)
+from jobrunner.records import Completion, RowError, RowId, Step
+
+
+def fresh(rows: int = 100, slots: int | None = 8, **before: int) -> Stats:
+    return Stats(Totals(rows, **before), slots=slots, started_s=0.0)
+
+
+def finished(tokens: int, prompt_tokens: int = 0, reason: str = "stop") -> Completion:
+    return Completion(
+        RowId("a", 0),
+        tokens=[1] * tokens,
+        finish_reason=reason,  # type: ignore[arg-type]
+        prompt_tokens=prompt_tokens,
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    batch_size = draw(st.integers(0, 40))
+    if batch_size == 0:
+        return Step(waiting=draw(st.integers(0, 9)), step_s=draw(st.floats(0, 9)))
+    prefill, decode, padded = (draw(st.integers(0, 100)) for _ in range(3))
+    return Step(
+        completions=[finished(draw(st.integers(0, 9)), draw(st.integers(0, 9)))],
+        prefill_tokens=prefill,
+        decode_tokens=decode,
+        output_tokens=draw(st.integers(0, batch_size)),
+        tokens_computed=prefill + decode + padded,
+        tokens_padded=padded,
+        batch_size=batch_size,
+        kv_blocks_used=draw(st.integers(0, 7)),
+        kv_blocks=7,
+        forward_s=draw(st.floats(0, 1)),
+        step_s=draw(st.floats(1, 2)),
+    )
+
+
+@given(st.lists(steps(), min_size=1), st.one_of(st.none(), st.integers(40, 64)))
+def test_numbers_of_steps_equal_their_definitions(observed: list[Step], slots: int | None) -> None:
+    stats = fresh(slots=slots)
+    for second, step in enumerate(observed, 1):
+        stats.observe(step, float(second))
+    now_s = len(observed) + 0.5
+    found = stats.snapshot(now_s)
+
+    busy = [step for step in observed if step.batch_size]
+    assert found.steps == len(busy)
+    outputs = sum(step.output_tokens for step in observed)
+    prompts = sum(row.prompt_tokens for step in observed for row in step.completions)
+    assert found.output_tokens_per_s == pytest.approx(outputs / now_s)
+    assert found.total_tokens_per_s == pytest.approx((outputs + prompts) / now_s)
+    assert found.rows_per_s == pytest.approx(len(busy) / now_s)
+    if not busy:
+        assert found.utilization is None
+        assert found.batch_size_mean is None
+        return
+    sizes = [step.batch_size for step in busy]
+    assert found.utilization == pytest.approx(sum(sizes) / ((slots or max(sizes)) * len(busy)))
+    assert found.batch_size_mean == pytest.approx(sum(sizes) / len(sizes))
+    assert found.batch_size_max == max(sizes)
+    assert found.fused_share == pytest.approx(
+        sum(1 for step in busy if step.prefill_tokens and step.decode_tokens) / len(busy)
+    )
+    computed = sum(step.tokens_computed for step in busy)
+    real = sum(step.prefill_tokens + step.decode_tokens for step in busy)
+    assert found.padding_efficiency == (pytest.approx(real / computed) if computed else None)
+    assert found.forward_share == pytest.approx(
+        sum(step.forward_s for step in busy) / sum(step.step_s for step in busy)
+    )
+    assert found.kv_use_peak == pytest.approx(max(step.kv_blocks_used for step in busy) / 7)
+    for power, count in enumerate(found.batch_size_histogram):
+        assert count == sum(1 for size in sizes if 2**power <= size < 2 ** (power + 1))
+    assert sum(found.batch_size_histogram) == len(busy)
+
+
+def test_idle_step_counts_no_step_but_shows_in_what_is_now() -> None:
+    stats = fresh()
+    stats.observe(Step(batch_size=4, running=4, tokens_computed=4, step_s=1.0), 1.0)
+    stats.observe(Step(waiting=0, step_s=5.0), 6.0)
+    found = stats.snapshot(6.0)
+    assert (found.steps, found.batch_size, found.running) == (1, 0, 0)
+    assert found.utilization == 0.5
+
+
+def test_row_completed_by_an_idle_step_is_counted() -> None:
+    stats = fresh()
+    refused = Completion(RowId("a", 1), error=RowError("cannot_fit", "too big"))
+    stats.observe(Step(completions=[refused]), 1.0)
+    assert stats.snapshot(1.0).errors_by_kind == {"cannot_fit": 1}
+
+
+def test_row_failed_in_preparation_counts_as_done_and_as_error() -> None:
+    stats = fresh(rows=4, rows_done_before=2, errors_before=1)
+    stats.row_failed(RowError("null_prompt", "null"))
+    found = stats.snapshot(1.0)
+    assert (found.rows_done, found.errors, found.percent) == (3, 2, 75.0)
+    assert found.errors_by_kind == {"null_prompt": 1}
+
+
+def test_case_G_resumed_run_counts_only_its_own_rows_and_tokens() -> None:  # noqa: N802
+    stats = fresh(rows=100, rows_done_before=50, errors_before=3)
+    assert stats.snapshot(0.0).percent == 50.0
+    # 10 rows in 10 s, of 90 + 10 tokens each; 5 of the 10 are from an earlier run's partials
+    for second in range(1, 11):
+        row = finished(tokens=10, prompt_tokens=90)
+        stats.observe(Step(completions=[row], output_tokens=5, batch_size=1), float(second))
+    found = stats.snapshot(10.0)
+    assert found.percent == 60.0
+    assert found.rows_per_s == 1.0
+    assert found.output_tokens_per_s == 5.0
+    assert found.total_tokens_per_s == 95.0
+    assert found.eta_s == pytest.approx(40 * 100 / 95)
+
+
+@given(
+    st.integers(0, 20).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(0, rows))),
+    st.lists(st.booleans(), max_size=40),
+)
+def test_case_G_percent_never_goes_back_or_past_100(  # noqa: N802
+    known: tuple[int, int], rows_fail: list[bool]
+) -> None:
+    stats = fresh(rows=known[0], rows_done_before=known[1])
+    percents = [stats.snapshot(0.0).percent]
+    for second, fails in enumerate(rows_fail, 1):
+        if fails:
+            stats.row_failed(RowError("internal", ""))
+        else:
+            stats.observe(Step(completions=[finished(1)], batch_size=1), float(second))
+        percents.append(stats.snapshot(float(second)).percent)
+    assert percents == sorted(percents)
+    assert percents[-1] <= 100.0
+
+
+def test_eta_is_unknown_until_a_row_with_tokens_is_finished() -> None:
+    stats = fresh()
+    assert stats.snapshot(1.0).eta_s is None
+    stats.observe(Step(output_tokens=4, batch_size=4), 1.0)
+    stats.row_failed(RowError("null_prompt", ""))
+    assert stats.snapshot(2.0).eta_s is None
+
+
+def test_eta_is_zero_when_no_row_is_left() -> None:
+    assert fresh(rows=0).snapshot(1.0).eta_s == 0.0
+    assert fresh(rows=3, rows_done_before=3).snapshot(0.0).eta_s == 0.0
+
+
+def test_empty_input_is_complete() -> None:
+    assert fresh(rows=0).snapshot(0.0).percent == 100.0
+
+
+def test_rates_are_zero_before_any_time_has_passed() -> None:
+    stats = fresh()
+    stats.observe(Step(output_tokens=4, batch_size=4), 0.0)
+    assert stats.snapshot(0.0).output_tokens_per_s == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 9.0), st.integers(0, 50)), min_size=1, max_size=60))
+def test_recent_rate_covers_the_last_seconds_only(moves: list[tuple[float, int]]) -> None:
+    stats = fresh()
+    now_s, history = 0.0, [(0.0, 0)]
+    for seconds, tokens in moves:
+        now_s += seconds
+        stats.observe(Step(output_tokens=tokens, batch_size=1), now_s)
+        history.append((now_s, history[-1][1] + tokens))
+    old_enough = [entry for entry in history if entry[0] <= now_s - RECENT_S] or history[:1]
+    since_s, tokens_then = old_enough[-1]
+    expected = (history[-1][1] - tokens_then) / (now_s - since_s)
+    assert stats.snapshot(now_s).recent_output_tokens_per_s == pytest.approx(expected)
+
+
+def test_recent_rate_falls_to_zero_when_nothing_comes_any_more() -> None:
+    stats = fresh()
+    stats.observe(Step(output_tokens=100, batch_size=1), 1.0)
+    assert stats.snapshot(2.0).recent_output_tokens_per_s == 50.0
+    assert stats.snapshot(60.0).recent_output_tokens_per_s == 0.0
+
+
+def test_samples_do_not_grow_with_steps() -> None:
+    stats = fresh()
+    for step in range(20_000):
+        stats.observe(Step(output_tokens=1, batch_size=1), step * 0.01)
+    assert len(stats._samples) <= RECENT_S + 2
+
+
+def test_latency_is_split_and_error_rows_do_not_enter_it() -> None:
+    stats = fresh()
+    row = Completion(
+        RowId("a", 1),
+        [1],
+        "length",
+        queue_s=1.0,
+        prefill_s=2.0,
+        decode_s=3.0,
+        longest_gap_s=0.5,
+    )
+    refused = Completion(RowId("a", 2), error=RowError("cannot_fit", ""))
+    stats.observe(Step(completions=[row, refused], batch_size=1), 1.0)
+    found = stats.snapshot(1.0)
+    assert (found.queue_mean_s, found.queue_p50_s, found.queue_p99_s) == (1.0, 1.0, 1.0)
+    assert (found.prefill_p50_s, found.decode_p95_s, found.latency_p50_s) == (2.0, 3.0, 6.0)
+    assert found.longest_gap_s == 0.5
+
+
+def test_stop_share_is_of_rows_that_ended_without_an_error() -> None:
+    stats = fresh()
+    rows = [finished(1), finished(1), finished(1), finished(1, reason="length")]
+    stats.observe(Step(completions=rows, batch_size=4), 1.0)
+    stats.row_failed(RowError("internal", ""))
+    found = stats.snapshot(1.0)
+    assert (found.stop_rows, found.length_rows, found.stop_share) == (3, 1, 0.75)
+
+
+def test_shards_of_earlier_runs_count_as_done() -> None:
+    stats = fresh(shards=3, shards_done_before=1)
+    stats.shard_started("b.parquet")
+    stats.shard_done()
+    found = stats.snapshot(1.0)
+    assert (found.shards_done, found.shards_total, found.shard) == (2, 3, "b.parquet")
+
+
+def test_snapshot_counts_nothing(stats: Stats) -> None:
+    assert stats.snapshot(200.0) == stats.snapshot(200.0)
+
+
+def test_metrics_line_has_the_names_of_the_snapshot_and_is_json(snapshot: Snapshot) -> None:
+    line = json.loads(json.dumps(metrics_line(snapshot), allow_nan=False))
+    assert list(line) == [field.name for field in fields(Snapshot)]
+
+
+def test_first_snapshot_is_json_too() -> None:
+    json.dumps(metrics_line(fresh(rows=0).snapshot(0.0)), allow_nan=False)
+
+
+def test_peak_memory_of_this_process_is_plausible() -> None:
+    assert 5e6 < peak_memory_bytes() < 1e12

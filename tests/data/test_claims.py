@@ -1,0 +1,112 @@
+"""One worker holds a claim, until it is gone."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jobrunner.data.claims import Claims, Identity
+
+
+@pytest.fixture
+def me():
+    return Identity.of_this_process("cpu-0")
+
+
+def claims_of(tmp_path, identity, stale_s=120.0):
+    return Claims(tmp_path, identity, stale_s)
+
+
+def dead(identity):
+    """The identity of a process on this host that has ended."""
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return replace(identity, pid=child.pid, token="dead")
+
+
+def test_a_claim_is_held_by_one_worker_at_a_time(tmp_path, me):
+    mine, theirs = claims_of(tmp_path, me), claims_of(tmp_path, replace(me, token="other"))
+    assert mine.acquire("spans/a/0")
+    assert not theirs.acquire("spans/a/0")
+    assert theirs.holder("spans/a/0") == me
+    mine.release("spans/a/0")
+    assert theirs.acquire("spans/a/0")
+
+
+def test_case_F_the_claim_of_a_killed_process_is_taken_over_at_once(tmp_path, me):
+    assert claims_of(tmp_path, dead(me)).acquire("device", exclusive=True)
+    assert claims_of(tmp_path, me).acquire("device", exclusive=True)
+
+
+def test_a_zombie_is_dead(tmp_path, me):
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert me.knows_alive(replace(me, pid=child.pid)) is False
+    child.wait()
+
+
+def test_a_reused_process_id_is_not_the_holder(me):
+    assert me.knows_alive(replace(me, started=me.started + 1)) is False
+
+
+def test_a_rebooted_host_has_no_old_holders(me):
+    assert me.knows_alive(replace(me, boot="before")) is False
+
+
+def test_another_host_or_container_cannot_be_looked_at(me):
+    assert me.knows_alive(replace(me, host="elsewhere")) is None
+    assert me.knows_alive(replace(me, pid_namespace="pid:[1]")) is None
+
+
+def test_a_requeued_slurm_job_outlives_its_ghost_on_another_node(me):
+    ghost = replace(me, host="elsewhere", slurm_job="7", slurm_restarts=0)
+    assert replace(me, slurm_job="7", slurm_restarts=1).knows_alive(ghost) is False
+    assert replace(me, slurm_job="8", slurm_restarts=1).knows_alive(ghost) is None
+
+
+def test_a_claim_from_elsewhere_goes_stale_without_heartbeats(tmp_path, me):
+    elsewhere = claims_of(tmp_path, replace(me, host="elsewhere"))
+    mine = claims_of(tmp_path, me, stale_s=30)
+    assert elsewhere.acquire("spans/a/0")
+    path = tmp_path / "spans/a/0.json"
+    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    elsewhere.heartbeat()
+    assert not mine.acquire("spans/a/0")
+    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    assert mine.acquire("spans/a/0")
+
+
+def test_a_stopped_holder_loses_a_span_but_never_its_device(tmp_path, me):
+    holder = claims_of(tmp_path, me)
+    other = claims_of(tmp_path, replace(me, token="other"), stale_s=30)
+    for name in ("span", "device"):
+        assert holder.acquire(name)
+        path = tmp_path / f"{name}.json"
+        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    assert other.acquire("span")
+    assert not other.acquire("device", exclusive=True)
+
+
+def test_a_claim_that_was_taken_over_is_neither_kept_alive_nor_released(tmp_path, me):
+    first, second = claims_of(tmp_path, me), claims_of(tmp_path, replace(me, token="b"), stale_s=-1)
+    assert first.acquire("span")
+    assert second.acquire("span")
+    first.heartbeat()
+    first.release("span")
+    assert second.holder("span") == replace(me, token="b")
+
+
+def test_sweep_removes_claims_of_the_dead_only(tmp_path, me):
+    claims_of(tmp_path, dead(me)).acquire("spans/old")
+    claims_of(tmp_path, replace(me, host="elsewhere")).acquire("spans/far")
+    claims_of(tmp_path, me).sweep()
+    assert [path.stem for path in tmp_path.rglob("*.json")] == ["far"]
+
+
+def test_workers_are_known_to_be_gone_by_their_names_only_on_this_host(tmp_path, me):
+    mine = claims_of(tmp_path, me)
+    assert not mine.is_gone(me.worker)
+    assert mine.is_gone(dead(me).worker)
+    assert not mine.is_gone(replace(dead(me), host="elsewhere").worker)

@@ -1,0 +1,188 @@
+"""The books of one worker, and of two that meet."""
+
+from dataclasses import replace
+
+import pytest
+
+from jobrunner.data.claims import Claims, Identity
+from jobrunner.data.layout import RunDirectory
+from jobrunner.data.ledger import Ledger
+from jobrunner.data.progress import Progress, load_partials
+from jobrunner.data.results import Results, list_parts, merge_shard
+from jobrunner.errors import InfrastructureError
+from jobrunner.records import Partial, RowId, Span
+from tests.data.conftest import answer, kept_columns, read_result
+
+SHARD = "a.parquet"
+SPANS = [Span(SHARD, 0, 3), Span(SHARD, 3, 5)]
+ROWS = {SHARD: 5}
+
+
+class Worker:
+    """A worker's ledger with what it stands on; time passes only where a test says so."""
+
+    def __init__(self, root, token="aa", spans=SPANS, rows=ROWS):
+        self.identity = replace(Identity.of_this_process("cpu"), token=token)
+        self.run = RunDirectory(root, self.identity.worker)
+        self.run.create()
+        self.claims = Claims(self.run.claims, self.identity)
+        self.progress = Progress(self.run, rows)
+        self.now_s = 0.0
+        self.ledger = Ledger(
+            self.run,
+            self.claims,
+            self.progress,
+            Results(self.run, part_rows=100),
+            spans,
+            lambda shard: merge_shard(self.run, shard, rows[shard], *kept_columns(rows[shard])),
+            clock=lambda: self.now_s,
+        )
+        self.assignments = self.ledger.assignments(stopped=lambda seconds: True)
+
+    def answer(self, *indices):
+        for index in indices:
+            self.ledger.finish(*answer(SHARD, index))
+
+    def settle(self):
+        return list(self.ledger.settle(lambda seconds: False))
+
+
+@pytest.fixture
+def worker(tmp_path):
+    worker = Worker(tmp_path)
+    with worker.ledger:
+        yield worker
+
+
+@pytest.fixture
+def other(tmp_path, worker):
+    other = Worker(tmp_path, token="bb")
+    with other.ledger:
+        yield other
+
+
+def test_spans_are_claimed_one_after_the_other_and_only_when_asked(worker, other):
+    assert next(worker.assignments).span == SPANS[0]
+    assert next(other.assignments).span == SPANS[1]
+    assert next(worker.assignments, None) is None
+
+
+def test_a_checkpoint_commits_rows_and_saves_tokens(worker):
+    next(worker.assignments)
+    worker.answer(1)
+    worker.ledger.checkpoint([Partial(RowId(SHARD, 0), [5, 6], 1)])
+    assert len(list_parts(worker.run, SHARD)) == 1
+    assert load_partials(worker.run, SPANS[0]) == {
+        RowId(SHARD, 0): Partial(RowId(SHARD, 0), [5, 6], 1)
+    }
+
+
+def test_a_finished_shard_is_merged_and_leaves_nothing_behind(worker):
+    assert [assignment.span for assignment in worker.assignments] == SPANS
+    worker.answer(4, 3, 2, 1, 0)
+    worker.ledger.checkpoint([])
+    assert worker.settle() == [SHARD]
+    assert [row["text"] for row in read_result(worker.run, SHARD)] == [
+        f"answer {index}" for index in range(5)
+    ]
+    left = [path for path in worker.run.state.rglob("*") if path.is_file()]
+    assert left == []
+
+
+def test_the_next_worker_gets_what_is_done_and_what_was_in_flight(tmp_path, worker):
+    next(worker.assignments)
+    worker.answer(1)
+    worker.ledger.checkpoint([Partial(RowId(SHARD, 0), [5, 6], 1)])
+    worker.claims.release_all()
+    with Worker(tmp_path, token="cc").ledger as ledger:
+        assignment = next(ledger.assignments(lambda seconds: True))
+        assert assignment.span == SPANS[0]
+        assert [index in assignment.done for index in range(3)] == [False, True, False]
+        assert assignment.partials == {RowId(SHARD, 0): Partial(RowId(SHARD, 0), [5, 6], 1)}
+
+
+def test_tokens_of_an_earlier_worker_survive_until_their_row_is_read_again(tmp_path, worker):
+    next(worker.assignments)
+    saved = Partial(RowId(SHARD, 2), [5, 6], 1)
+    worker.ledger.checkpoint([saved])
+    worker.claims.release_all()
+    heir = Worker(tmp_path, token="cc")
+    with heir.ledger:
+        next(heir.assignments)
+        heir.ledger.checkpoint([Partial(RowId(SHARD, 0), [1], 1)])
+        assert load_partials(heir.run, SPANS[0])[RowId(SHARD, 2)] == saved
+        heir.answer(2)
+        heir.ledger.checkpoint([])
+        assert load_partials(heir.run, SPANS[0]) == {}
+
+
+def test_a_finished_span_is_not_handed_out_again(tmp_path, worker):
+    next(worker.assignments)
+    worker.answer(0, 1, 2)
+    worker.ledger.checkpoint([])
+    worker.claims.release_all()
+    with Worker(tmp_path, token="cc").ledger as ledger:
+        assert [a.span for a in ledger.assignments(lambda seconds: True)] == [SPANS[1]]
+
+
+def test_two_workers_share_a_shard_and_the_last_one_merges_it(worker, other):
+    next(worker.assignments)
+    next(other.assignments)
+    worker.answer(0, 1, 2)
+    worker.ledger.checkpoint([])
+    assert worker.ledger.tick() == []
+    other.answer(3, 4)
+    other.ledger.checkpoint([])
+    assert other.settle() == [SHARD]
+    assert worker.settle() == []
+    assert len(read_result(worker.run, SHARD)) == 5
+
+
+def test_two_writers_on_one_span_give_each_row_once(worker, other):
+    next(worker.assignments)
+    next(worker.assignments)
+    worker.answer(0, 1, 2, 3, 4)
+    # the other one was stopped, lost its claims and wakes up with rows of its own
+    other.answer(1, 2)
+    other.ledger.checkpoint([])
+    worker.ledger.checkpoint([])
+    worker.settle()
+    assert [row["row"] for row in read_result(worker.run, SHARD)] == list(range(5))
+
+
+def test_a_worker_waits_for_spans_of_others_and_takes_over_what_they_give_back(tmp_path, worker):
+    next(worker.assignments)
+    other = Worker(tmp_path, token="bb")
+    naps = []
+
+    def nap(seconds):
+        naps.append(seconds)
+        worker.claims.release_all()
+        return False
+
+    with other.ledger:
+        claimed = list(other.ledger.assignments(nap))
+    assert [a and a.span for a in claimed] == [SPANS[1], None, SPANS[0]]
+    assert len(naps) == 1
+
+
+def test_a_failed_merge_ends_the_job(worker):
+    list(worker.assignments)
+    worker.answer(0, 1, 2, 3, 4)
+    worker.ledger._merge = fail
+    worker.ledger.checkpoint([])
+    with pytest.raises(InfrastructureError, match="disk full"):
+        worker.settle()
+
+
+def fail(shard):
+    raise InfrastructureError("disk full")
+
+
+def test_a_heartbeat_is_given_on_its_clock(worker, monkeypatch):
+    beats = []
+    monkeypatch.setattr(worker.claims, "heartbeat", lambda: beats.append(worker.now_s))
+    for now_s in (1.0, 11.0, 12.0, 22.0):
+        worker.now_s = now_s
+        worker.ledger.tick()
+    assert beats == [11.0, 22.0]

@@ -1,0 +1,124 @@
+"""Job files: what is accepted, and how everything wrong is said at once."""
+
+from pathlib import Path
+
+import pytest
+
+from jobrunner.config import NOT_YET, load_settings
+from jobrunner.errors import ConfigError
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = """
+[input]
+path = "data"
+prompt = "question"
+[output]
+path = "out"
+[model]
+name = "demo"
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return lambda text: Path(tmp_path / "job.toml").write_text(text) and Path("job.toml")
+
+
+def test_six_lines_are_a_job(job, tmp_path):
+    settings = load_settings(job(SMALL))
+    assert settings.input.column == "question"
+    assert settings.run_directory == tmp_path / "out"
+    assert settings.generation.temperature == 0
+    assert settings.batching.kv_memory == "auto"
+
+
+def test_durations_and_sizes_have_units(job):
+    text = SMALL + '[checkpoint]\nevery = "250ms"\ngrace = "2m"\n[batching]\nkv_memory = "1.5GiB"'
+    settings = load_settings(job(text))
+    assert settings.checkpoint.every == 0.25
+    assert settings.checkpoint.grace == 120
+    assert settings.batching.kv_memory == 3 * 2**29
+
+
+def test_one_value_stands_for_a_list_of_one(job):
+    settings = load_settings(job(SMALL + '[generation]\nstop = "###"\nstop_token_ids = 5'))
+    assert settings.generation.stop == ("###",)
+    assert settings.generation.stop_token_ids == (5,)
+
+
+def test_set_changes_a_key_with_or_without_quotes(job):
+    overrides = ["generation.max_new_tokens=7", "model.dtype=float32", 'job.name="x y"']
+    settings = load_settings(job(SMALL), overrides, limit=3, style="plain")
+    assert settings.generation.max_new_tokens == 7
+    assert settings.model.dtype == "float32"
+    assert settings.job.name == "x y"
+    assert (settings.limit, settings.progress.style) == (3, "plain")
+
+
+def test_every_problem_is_said_at_once(job):
+    text = """
+[job]
+nam = "x"
+[input]
+path = "data"
+prompt = "q"
+messages = "m"
+priority = "p"
+[output]
+[model]
+name = "demo"
+threads = "many"
+dtype = "int3"
+[generation]
+max_token = 5
+temperature = -1
+top_k = 5
+stop = ""
+max_new_tokens = 0
+[batching]
+max_batch_size = 8
+token_budget = 4
+kv_memory = "8 gb"
+[checkpoint]
+every = 30
+[workers]
+count = 3
+[batchin]
+x = 1
+"""
+    with pytest.raises(ConfigError) as raised:
+        load_settings(job(text), ["generation.top_p=2", "foo", "model.device=gpu"])
+    assert str(raised.value) + "\n" == (GOLDEN / "every_problem.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = [", "`job.toml` is not valid TOML"),
+        ("job = 3\n" + SMALL, "`job` in `job.toml` = 3: must be a table"),
+        (SMALL.replace('prompt = "question"', ""), "must name one column"),
+        (SMALL + "[generation]\ntemperature = nan", "`generation.temperature` in"),
+        (SMALL + "[generation]\nmax_new_tokens = true", "`generation.max_new_tokens` in"),
+    ],
+)
+def test_a_wrong_job_file_is_said_in_words(job, text, message):
+    with pytest.raises(ConfigError) as raised:
+        load_settings(job(text))
+    assert message in str(raised.value)
+
+
+def test_a_missing_job_file_is_said_in_words(tmp_path):
+    with pytest.raises(ConfigError, match="no job file"):
+        load_settings(tmp_path / "none.toml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"), [(table, key) for table, keys in NOT_YET.items() for key in sorted(keys)]
+)
+def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
+    with pytest.raises(ConfigError, match="1 problem") as raised:
+        load_settings(job(SMALL), [f"{table}.{key}=1"])
+    assert "is not yet supported" in str(raised.value)
