@@ -92,27 +92,41 @@ def run(
     """Run a job to its end, or until a signal or `stop` asks to leave early.
 
     Run it again on the same run directory and it goes on. `open_engine` replaces the model,
-    `observe` is shown every step. Raises JobError; what is committed stays committed.
+    `observe` is shown every step; whoever gives a `stop` handles signals itself. Raises
+    JobError; what is committed stays committed.
     """
-    stop = stop or Stop()
+    if stop is None:
+        stop = Stop()
+        with stop.on_signals(settings.checkpoint.grace):
+            return run(settings, open_engine=open_engine, observe=observe, stop=stop)
     job = open_job(settings)
     identity = Identity.of_this_process(_device_key(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker)
     directory.create()
     remember(directory, job.fingerprint())
-    claims = Claims(directory.claims, identity)
+    claims = Claims(directory.claims, directory.temporary, identity)
+    shown = settings.progress
+    metrics = directory.root / "metrics.jsonl" if shown.metrics else None
     with (
         _only_worker_on(identity, claims),
         _log_file(directory.root / "log.txt"),
-        stop.on_signals(settings.checkpoint.grace),
+        Console(shown.style, shown.every, metrics) as console,
     ):
         claims.sweep()
         clean_up(directory, job.input.shards, claims.is_gone)
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
             log.info("every row is done: results are in %s", directory.results)
-        else:
-            _work(job, directory, claims, progress, stop, open_engine or load_engine, observe)
+        elif not stop.requested:
+            ledger = Ledger(
+                directory,
+                claims,
+                progress,
+                Results(directory, settings.checkpoint.part_rows),
+                job.input.spans,
+                partial(_merge, job, directory),
+            )
+            _work(job, ledger, progress, console, stop, open_engine or load_engine, observe)
         return _sum_up(progress, directory)
 
 
@@ -173,23 +187,17 @@ def load_engine(job: Job) -> Engine:
 
 def _work(
     job: Job,
-    directory: RunDirectory,
-    claims: Claims,
+    books: Ledger,
     progress: Progress,
+    console: Console,
     stop: Stop,
     open_engine: OpenEngine,
     observe: Observe,
 ) -> None:
     """Claim, read, generate and commit until nothing is left or a stop is asked for."""
     settings = job.settings
-    results = Results(directory, settings.checkpoint.part_rows)
-    merge = partial(_merge, job, directory)
-    metrics = directory.root / "metrics.jsonl" if settings.progress.metrics else None
-    with (
-        Console(settings.progress.style, settings.progress.every, metrics) as console,
-        Ledger(directory, claims, progress, results, job.input.spans, merge) as ledger,
-        Reader(list(job.input.shards.values()), settings.input.column) as reader,
-    ):
+    shards = list(job.input.shards.values())
+    with books as ledger, Reader(shards, settings.input.column) as reader:
         log.info("%s of %s rows are done", f"{progress.rows_done:,}", f"{progress.rows:,}")
         engine = open_engine(job)
         stats = Stats(_totals(progress, job), slots=_slots(job), started_s=time.monotonic())
@@ -213,7 +221,8 @@ def _work(
             log.info("%s: what is finished and in flight is saved", stop.reason)
         else:
             _merged(ledger.settle(stop.wait), stats)
-        console.finish(stats, summary(stats.snapshot(time.monotonic()), directory.results))
+        results = settings.run_directory / "results"
+        console.finish(stats, summary(stats.snapshot(time.monotonic()), results))
 
 
 def _requests(

@@ -5,6 +5,9 @@ import sys
 
 import pytest
 
+from jobrunner.cli import cli, main
+from jobrunner.errors import DeviceBusyError, MismatchError
+
 CBJOB = [sys.executable, "-m", "jobrunner.cli"]
 
 
@@ -46,3 +49,23 @@ def test_control_characters_never_reach_the_terminal(tmp_path):
     done = cbjob("run", "\x1b[31mjob.toml", cwd=tmp_path)
     assert done.returncode == 2
     assert "\x1b" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device", "run/x"), 74, "No space left on device"),
+        (DeviceBusyError("busy", hint="wait"), 75, "hint: wait"),
+        (MismatchError("differs"), 2, "differs"),
+    ],
+)
+def test_what_ends_a_command_gives_its_exit_code(monkeypatch, capsys, raised, code, said):
+    def fail(**options):
+        raise raised
+
+    monkeypatch.setattr(cli, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert said in capsys.readouterr().err

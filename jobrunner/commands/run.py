@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jobrunner.config import load_settings
+from jobrunner.stop import Stop
 
 
 def run_command(
@@ -15,10 +16,12 @@ def run_command(
     """Run the job and return its exit code."""
     settings = load_settings(job, overrides, limit, style)
     _share_the_cores()
-    # imported late: a mistake in the settings is said before the libraries are loaded
-    from jobrunner.job import run
+    stop = Stop()
+    with stop.on_signals(settings.checkpoint.grace):
+        # imported late: a mistake in the settings is said, and a signal heard, before that
+        from jobrunner.job import run
 
-    return run(settings).exit_code
+        return run(settings, stop=stop).exit_code
 
 
 def _share_the_cores() -> None:

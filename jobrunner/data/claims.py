@@ -74,8 +74,11 @@ class Identity:
 class Claims:
     """The claims of one worker in one run directory."""
 
-    def __init__(self, folder: Path, identity: Identity, stale_s: float = STALE_S) -> None:
+    def __init__(
+        self, folder: Path, temporary: Path, identity: Identity, stale_s: float = STALE_S
+    ) -> None:
         self._folder = folder
+        self._temporary = temporary
         self._identity = identity
         self._stale_s = stale_s
         self._held: dict[str, Path] = {}
@@ -149,7 +152,7 @@ class Claims:
             return True
         if not self._is_stale(path, holder, now, exclusive):
             return False
-        aside = path.with_name(f"{path.name}.{self._identity.worker}")
+        aside = self._own_file()
         try:
             os.rename(path, aside)
         except FileNotFoundError:
@@ -177,9 +180,12 @@ class Claims:
             return True
 
     def _write_identity(self) -> Path:
-        fresh = self._folder / f".{self._identity.worker}.{secrets.token_hex(4)}"
+        fresh = self._own_file()
         fresh.write_text(json.dumps(asdict(self._identity)))
         return fresh
+
+    def _own_file(self) -> Path:
+        return self._temporary / f"{self._identity.worker}.{secrets.token_hex(4)}"
 
     def _is_mine(self, path: Path) -> bool:
         return _read_identity(path) == self._identity

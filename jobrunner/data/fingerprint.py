@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jobrunner.data.layout import RunDirectory, make_folder, sync
+from jobrunner.data.layout import RunDirectory, sync
 from jobrunner.errors import InfrastructureError, MismatchError
 
 ABSENT = "absent"
@@ -55,8 +55,7 @@ def _read(run: RunDirectory) -> dict[str, Any] | None:
 
 def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
     """Write the file unless another worker is first."""
-    make_folder(run.state)
-    fresh = run.state / f".job.{run.worker}"
+    fresh = run.temporary / f"{run.worker}.job"
     try:
         fresh.write_text(json.dumps(fingerprint, indent=1, sort_keys=True))
         sync(fresh)

@@ -50,6 +50,7 @@ class KvPool:
     ) -> None:
         self.calls = tuple(calls)
         self.block_size = block_size
+        self.dtype = dtype
 
         def pool(heads: int, width: int) -> torch.Tensor:
             return _zeros((heads, block_count, block_size, width), dtype, device)

@@ -116,7 +116,7 @@ def test_row_failed_in_preparation_counts_as_done_and_as_error() -> None:
     assert found.errors_by_kind == {"null_prompt": 1}
 
 
-def test_case_G_resumed_run_counts_only_its_own_rows_and_tokens() -> None:  # noqa: N802
+def test_case_G_resumed_run_counts_only_its_own_rows_and_tokens() -> None:
     stats = fresh(rows=100, rows_done_before=50, errors_before=3)
     assert stats.snapshot(0.0).percent == 50.0
     # 10 rows in 10 s, of 90 + 10 tokens each; 5 of the 10 are from an earlier run's partials
@@ -135,7 +135,7 @@ def test_case_G_resumed_run_counts_only_its_own_rows_and_tokens() -> None:  # no
     st.integers(0, 20).flatmap(lambda rows: st.tuples(st.just(rows), st.integers(0, rows))),
     st.lists(st.booleans(), max_size=40),
 )
-def test_case_G_percent_never_goes_back_or_past_100(  # noqa: N802
+def test_case_G_percent_never_goes_back_or_past_100(
     known: tuple[int, int], rows_fail: list[bool]
 ) -> None:
     stats = fresh(rows=known[0], rows_done_before=known[1])

@@ -16,7 +16,9 @@ def me():
 
 
 def claims_of(tmp_path, identity, stale_s=120.0):
-    return Claims(tmp_path, identity, stale_s)
+    temporary = tmp_path / "tmp"
+    temporary.mkdir(exist_ok=True)
+    return Claims(tmp_path, temporary, identity, stale_s)
 
 
 def dead(identity):

@@ -17,7 +17,7 @@ from jobrunner.data.prompts import Prompts
 from jobrunner.data.sources import Reader, cut_spans, find_shards
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowError, RowId, Sampling
-from tests.tokenizers import byte_level
+from tests.tiny_tokenizers import byte_level
 
 PATIENCE_S = 30.0
 Item = Request | Completion

@@ -1,5 +1,7 @@
 """Intervals against a plain set."""
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,4 +25,4 @@ def test_intervals_are_the_set_of_their_indices(ranges, start, stop):
 def test_intervals_neither_touch_nor_overlap(ranges):
     kept = list(Intervals(ranges))
     assert all(low < high for low, high in kept)
-    assert all(one[1] < other[0] for one, other in zip(kept, kept[1:], strict=False))
+    assert all(one[1] < other[0] for one, other in pairwise(kept))

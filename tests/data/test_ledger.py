@@ -25,7 +25,7 @@ class Worker:
         self.identity = replace(Identity.of_this_process("cpu"), token=token)
         self.run = RunDirectory(root, self.identity.worker)
         self.run.create()
-        self.claims = Claims(self.run.claims, self.identity)
+        self.claims = Claims(self.run.claims, self.run.temporary, self.identity)
         self.progress = Progress(self.run, rows)
         self.now_s = 0.0
         self.ledger = Ledger(

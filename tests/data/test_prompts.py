@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from jobrunner.data.prompts import Prompts
 from jobrunner.errors import ConfigError, ModelError
 from jobrunner.records import Completion, FinishReason, Partial, Request, Row, RowId
-from tests.tokenizers import byte_fallback, byte_level, double_bos
+from tests.tiny_tokenizers import byte_fallback, byte_level, double_bos
 
 BUILDERS = {"byte_level": byte_level, "double_bos": double_bos, "byte_fallback": byte_fallback}
 UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

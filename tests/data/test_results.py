@@ -145,7 +145,7 @@ def test_merge_windows_equal_sorting_everything(tmp_path_factory, parts, window)
     expected = {}
     for number, indices in enumerate(parts):
         part(run, sorted(indices), text=f"part {number}")
-        expected = {index: f"part {number}" for index in indices} | expected
+        expected = dict.fromkeys(indices, f"part {number}") | expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "WINDOW_ROWS", window)
         merged = pa.concat_tables(merge_windows(list_parts(run, SHARD)))

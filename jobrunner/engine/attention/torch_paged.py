@@ -15,11 +15,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from jobrunner.engine.attention.hook import AttentionOptions, Piece
-from jobrunner.engine.kv import KvPool
+from jobrunner.engine.kv import KvPool, bytes_per_token
 
 # decodes share a padded batch while the longest context is not much longer than the shortest
 _PADDING_RATIO = 1.25
 _PADDING_TOKENS = 32
+# on a CPU, what is gathered for one batch should still be in the cache when it is used
+_CACHE_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class TorchPagedAttention:
         self._pool = pool
         self._device = device
         self._call = 0
+        token_bytes = max(bytes_per_token([call], pool.dtype) for call in pool.calls)
+        self._group_tokens = _CACHE_BYTES // token_bytes if device.type == "cpu" else None
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
@@ -93,7 +97,7 @@ class TorchPagedAttention:
         singles = [piece for piece in pieces if piece.stop - piece.start == 1]
         self._decodes = []
         first = 0
-        for group in _groups(singles):
+        for group in decode_groups(singles, self._group_tokens):
             self._decodes.append(self._decode_group(group, first))
             first += len(group)
         self._chunks = []
@@ -232,12 +236,14 @@ def _slots(piece: Piece, block_size: int) -> np.ndarray:
     return np.asarray(piece.blocks)[position // block_size] * block_size + position % block_size
 
 
-def _groups(pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
-    """Cut pieces, ordered by context length, where padding would grow too large."""
+def decode_groups(pieces: Sequence[Piece], most_tokens: int | None) -> list[Sequence[Piece]]:
+    """Cut pieces, ordered by context length, where padding or the whole would grow too large."""
     groups: list[Sequence[Piece]] = []
     first = 0
     for index, piece in enumerate(pieces):
-        if piece.stop > _PADDING_RATIO * pieces[first].stop + _PADDING_TOKENS:
+        padded = piece.stop > _PADDING_RATIO * pieces[first].stop + _PADDING_TOKENS
+        tokens = (index - first + 1) * piece.stop
+        if padded or (most_tokens is not None and tokens > most_tokens and index > first):
             groups.append(pieces[first:index])
             first = index
     if pieces:

@@ -1,0 +1,24 @@
+"""A tiny model with a tokenizer, saved once for all tests of whole jobs."""
+
+import os
+
+# read when torch and tokenizers are first imported: tests fork, and share two cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from tests.tiny_tokenizers import byte_level
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A random llama with grouped queries whose tokenizer spells bytes; token 2 ends a text."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny import tiny_llama
+
+    folder = byte_level(tmp_path_factory.mktemp("models") / "tiny")
+    size = len(AutoTokenizer.from_pretrained(folder))
+    return tiny_llama(folder, vocab_size=size, eos_token_id=2, max_position_embeddings=512)

@@ -1,0 +1,99 @@
+"""How many blocks the KV pool gets, and how much memory there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobrunner.engine.memory import available_memory, kv_block_count
+from jobrunner.errors import ModelError
+
+GIB = 1024**3
+
+
+def blocks(kv_memory, *, wanted_tokens: int = 10**9, spare_bytes: int = 10**9) -> int:
+    return kv_block_count(
+        kv_memory,
+        bytes_per_token=100,
+        block_size=16,
+        wanted_tokens=wanted_tokens,
+        spare_bytes=spare_bytes,
+    )
+
+
+@pytest.mark.parametrize(("size", "count"), [(1600, 1), (3199, 1), (3200, 2)])
+def test_a_given_size_is_filled_with_whole_blocks(size: int, count: int):
+    assert blocks(size) == count
+
+
+def test_auto_takes_no_more_than_the_longest_rows_need():
+    assert blocks("auto", wanted_tokens=33) == 3
+
+
+def test_auto_takes_no_more_than_is_spare():
+    assert blocks("auto", spare_bytes=3300) == 2
+
+
+def test_memory_of_no_block_is_refused():
+    with pytest.raises(ModelError, match=r"1,599 bytes holds no block of 16 tokens \(1,600 bytes"):
+        blocks(1599)
+
+
+def system(root: Path, groups: str, files: dict[str, str]) -> Path:
+    for name, text in {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {8 * 1024**2} kB\n",
+        "proc/self/cgroup": groups,
+        **files,
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_limits_all_available_memory_counts(tmp_path: Path):
+    assert available_memory(system(tmp_path, "", {})) == 8 * GIB
+
+
+def test_a_limit_of_the_second_cgroup_version_holds(tmp_path: Path):
+    root = system(
+        tmp_path,
+        "0::/job/step\n",
+        {
+            "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{2 * GIB}\n",
+            "sys/fs/cgroup/job/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/step/memory.current": "1\n",
+        },
+    )
+    assert available_memory(root) == 3 * GIB
+
+
+def test_a_limit_of_the_first_cgroup_version_holds(tmp_path: Path):
+    root = system(
+        tmp_path,
+        "4:memory:/job\n1:cpu:/\n0::/\n",
+        {
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
+            "sys/fs/cgroup/memory/job/memory.stat": "cache 0\n",
+        },
+    )
+    assert available_memory(root) == 3 * GIB
+
+
+def test_a_container_that_sees_only_its_own_mount_is_limited(tmp_path: Path):
+    root = system(
+        tmp_path,
+        "0::/docker/abc\n",
+        {
+            "sys/fs/cgroup/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{GIB}\n",
+        },
+    )
+    assert available_memory(root) == GIB
+
+
+def test_this_machine_has_memory():
+    assert available_memory() > 0

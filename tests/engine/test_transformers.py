@@ -1,0 +1,254 @@
+"""Real tiny models: our tokens equal those of transformers `generate`, whatever the batch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    MistralConfig,
+    Qwen3Config,
+)
+
+from jobrunner.engine.loading import LoadedEngine, open_engine
+from jobrunner.records import Completion, Request, RowId, Sampling, Step, TextStream
+from tests.fakes import FakeRequests, LetterText
+from tests.tiny import VOCABULARY, save_model, tiny_llama
+
+NEW_TOKENS = 16
+
+
+def letters() -> TextStream:
+    return LetterText(lambda token: chr(ord("0") + token))
+
+
+def open_tiny(folder: Path, **settings) -> LoadedEngine:
+    defaults = {"block_size": 4, "kv_memory": 2**20, "max_batch_size": 6, "token_budget": 20}
+    return open_engine(
+        folder, open_text=letters, dtype="float32", device="cpu", **{**defaults, **settings}
+    )
+
+
+def serve(folder: Path, requests: Sequence[Request], **settings) -> tuple[list[Step], dict]:
+    steps: list[Step] = []
+    done: dict[int, Completion] = {}
+    # one more becomes ready each step, so that prompts meet decodes
+    for step in open_tiny(folder, **settings).engine.run(FakeRequests(requests, [3] + [1] * 999)):
+        steps.append(step)
+        done.update({completion.id.index: completion for completion in step.completions})
+    return steps, done
+
+
+def generate(folder: Path, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS) -> list:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    outputs = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        whole = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        outputs.append(whole[0, len(prompt) :].tolist())
+    return outputs
+
+
+def random_prompts(count: int, seed: int = 0, longest: int = 40) -> list[list[int]]:
+    """Ragged prompts; every third begins like the first, so that prefixes are shared."""
+    numbers = random.Random(seed)
+    prompts = [
+        [numbers.randrange(VOCABULARY) for _ in range(numbers.randint(1, longest))]
+        for _ in range(count)
+    ]
+    shared = [numbers.randrange(VOCABULARY) for _ in range(13)]
+    return [
+        shared + prompt[:9] if index % 3 == 0 else prompt for index, prompt in enumerate(prompts)
+    ]
+
+
+def greedy(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Request:
+    return Request(RowId("s", index), prompt, Sampling(NEW_TOKENS), output)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_generate(
+    name: str, request: pytest.FixtureRequest
+):
+    folder: Path = request.getfixturevalue(name)
+    prompts = random_prompts(18)
+    expected = generate(folder, prompts)
+    assert len({tuple(output) for output in expected}) > 12, "the texts hardly differ"
+    requests = [
+        greedy(index, prompt, expected[index][: index if index % 4 == 1 else 0])
+        for index, prompt in enumerate(prompts)
+    ]
+    block_bytes = 4 * open_tiny(folder).kv_bytes_per_token
+    steps, done = serve(folder, requests, chunk_size=7, kv_memory=36 * block_bytes)
+    assert [done[index].tokens for index in range(18)] == expected
+    assert sum(step.preemptions for step in steps) > 0
+    assert sum(step.tokens_cached for step in steps) > 0
+    assert sum(step.tokens_recomputed for step in steps) > 0
+    assert any(step.prefill_tokens and step.decode_tokens for step in steps)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_the_block_size_changes_no_token(llama: Path, block_size: int):
+    prompts = [[5] * length for length in (15, 16, 17)] + random_prompts(3, seed=1)
+    _, done = serve(llama, [greedy(*row) for row in enumerate(prompts)], block_size=block_size)
+    assert [done[index].tokens for index in range(6)] == generate(llama, prompts)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(sliding_window=9),
+        Gemma2Config(
+            head_dim=8, sliding_window=9, query_pre_attn_scalar=8, attn_logit_softcapping=5.0
+        ),
+        GptOssConfig(head_dim=8, sliding_window=9, num_local_experts=4, num_experts_per_tok=2),
+        Qwen3Config(head_dim=8),
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=128),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_windows_soft_caps_sinks_and_learned_positions_equal_generate(tmp_path: Path, config):
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.4,
+    }
+    own = config.to_diff_dict()
+    if config.model_type != "gpt2":
+        own = {**own, **shape}
+    own |= {"vocab_size": VOCABULARY, "initializer_range": 0.4}
+    own |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    own.pop("layer_types", None)
+    folder = save_model(tmp_path, type(config)(**own))
+    prompts = random_prompts(5, seed=2)
+    _, done = serve(folder, [greedy(*row) for row in enumerate(prompts)], chunk_size=6)
+    assert [done[index].tokens for index in range(5)] == generate(folder, prompts)
+
+
+def sampled(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Request:
+    sampling = Sampling(
+        NEW_TOKENS,
+        temperature=0.8 + index % 3,
+        top_p=0.9 if index % 2 else 1.0,
+        draw_key=b"seed" + bytes([index]),
+    )
+    return Request(RowId("s", index), prompt, sampling, output)
+
+
+def test_sampled_rows_do_not_depend_on_batch_order_or_resume(llama: Path):
+    prompts = random_prompts(9, seed=3)
+    rows = [
+        greedy(index, prompt) if index % 4 == 3 else sampled(index, prompt)
+        for index, prompt in enumerate(prompts)
+    ]
+    _, together = serve(llama, rows)
+    _, turned = serve(llama, rows[::-1], chunk_size=5, prefix_cache=False)
+    _, alone = serve(llama, rows, max_batch_size=1)
+    _, resumed = serve(
+        llama,
+        [
+            Request(row.id, row.prompt, row.sampling, together[index].tokens[: 2 * index])
+            for index, row in enumerate(rows)
+        ],
+    )
+    tokens = [together[index].tokens for index in range(9)]
+    for other in (turned, alone, resumed):
+        assert [other[index].tokens for index in range(9)] == tokens
+
+
+def test_case_L_on_a_real_model_a_prompt_over_the_kv_memory_cannot_fit(llama: Path):
+    block_bytes = 4 * open_tiny(llama).kv_bytes_per_token
+    rows = [greedy(0, [1] * 10), greedy(1, [2] * 60), greedy(2, [3] * 10)]
+    _, done = serve(llama, rows, kv_memory=10 * block_bytes)
+    error = done[1].error
+    assert error is not None
+    assert error.kind == "cannot_fit"
+    assert [done[0].tokens, done[2].tokens] == generate(llama, [rows[0].prompt, rows[2].prompt])
+
+
+def test_case_U_any_of_several_end_ids_ends_a_text_and_stays_its_last_token(llama: Path):
+    prompts = random_prompts(4, seed=5)
+    expected = generate(llama, prompts)
+    ends = frozenset(output[7] for output in expected)
+    rows = [
+        Request(RowId("s", index), prompt, Sampling(NEW_TOKENS, stop_ids=ends))
+        for index, prompt in enumerate(prompts)
+    ]
+    _, done = serve(llama, rows)
+    for index, output in enumerate(expected):
+        first = next(place for place, token in enumerate(output) if token in ends)
+        assert done[index].tokens == output[: first + 1]
+        assert done[index].finish_reason == "stop"
+
+
+def test_case_S_a_stop_string_over_two_tokens_ends_the_text(llama: Path):
+    prompt = random_prompts(1, seed=6)[0]
+    expected = generate(llama, [prompt])[0]
+    stop = "".join(chr(ord("0") + token) for token in expected[4:6])
+    row = Request(RowId("s", 0), prompt, Sampling(NEW_TOKENS, stop=(stop,)))
+    _, done = serve(llama, [row])
+    assert (done[0].tokens, done[0].stop_string) == (expected[:6], stop)
+
+
+def test_keys_and_values_of_different_width_equal_generate(tmp_path: Path):
+    # a head of queries and keys that is wider than one of values comes with multi-latent models
+    config = DeepseekV3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        max_position_embeddings=128,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    folder = save_model(tmp_path, config)
+    prompts = random_prompts(4, seed=7)
+    _, done = serve(folder, [greedy(*row) for row in enumerate(prompts)], chunk_size=6)
+    assert [done[index].tokens for index in range(4)] == generate(folder, prompts)
+
+
+def test_a_model_in_bfloat16_answers_every_row(tmp_path: Path):
+    folder = tiny_llama(tmp_path, initializer_range=0.05)
+    engine = open_engine(
+        folder, open_text=letters, dtype="bfloat16", device="cpu", block_size=4, kv_memory=2**20
+    )
+    rows = [greedy(*row) for row in enumerate(random_prompts(5))]
+    steps = list(engine.engine.run(FakeRequests(rows)))
+    done = [completion for step in steps for completion in step.completions]
+    assert [len(completion.tokens) for completion in done] == [NEW_TOKENS] * 5
