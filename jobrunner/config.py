@@ -74,7 +74,6 @@ class JobTable(Table):
 
 class InputTable(Table):
     path: str = Field(min_length=1)
-    format: Literal["auto", "parquet"] = "auto"
     prompt: str | None = None
     messages: str | None = None
     system: str | None = None
@@ -152,7 +151,7 @@ class ProgressTable(Table):
 NOT_YET: dict[str, frozenset[str]] = {
     "job": frozenset({"price_per_gpu_hour"}),
     "input": frozenset(
-        "dataset split streaming template token_ids chat_template chat_template_kwargs tools"
+        "format dataset split streaming template token_ids chat_template chat_template_kwargs tools"
         " prefill id priority arrival params too_long".split()
     ),
     "output": frozenset({"format", "columns", "logprobs", "compression"}),

@@ -21,4 +21,4 @@ def tiny_model(tmp_path_factory):
 
     folder = byte_level(tmp_path_factory.mktemp("models") / "tiny")
     size = len(AutoTokenizer.from_pretrained(folder))
-    return tiny_llama(folder, vocab_size=size, eos_token_id=2, max_position_embeddings=512)
+    return tiny_llama(folder, vocab_size=size, eos_token_id=2, max_position_embeddings=2048)

@@ -156,7 +156,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless slots, queues and blocks agree with each other."""
         self.blocks.check()
-        assert len(self._running) <= self.limits.max_batch_size, "more running than slots"
+        most = min(self.limits.max_batch_size, self.limits.token_budget)
+        assert len(self._running) <= most, "more running than slots or tokens in a step"
         references = [0] * self.blocks.count
         for slot, sequence in enumerate(self._running):
             assert sequence.slot == slot, "a sequence does not know its slot"
@@ -181,8 +182,8 @@ class Scheduler:
             assert sequence.computed == 0, "a waiting sequence has computed tokens"
 
     def _decodes(self, now: float, completions: list[Completion]) -> tuple[list[Chunk], int]:
+        # all of them fit the budget: a sequence is only admitted while the others leave some
         ready = [sequence for sequence in self._running if sequence.decoding]
-        del ready[self.limits.token_budget :]
         preemptions = 0
         for sequence in ready:
             while sequence.slot is not None and not self._grow(sequence):

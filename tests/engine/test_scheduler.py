@@ -228,6 +228,15 @@ def test_the_youngest_is_preempted_and_loses_no_token():
     assert computed - recomputed == 2 * (8 + 12 - 1)
 
 
+def test_preempted_rows_come_back_in_the_order_they_were_admitted():
+    bench = Bench(blocks=9, block_size=4, batch=3, budget=24, prefix_cache=False)
+    requests = [request(index, [index] * 8, 12, stop_ids=frozenset()) for index in range(3)]
+    steps = bench.serve(requests)
+    assert sum(step.preemptions for step in steps) == 2
+    finished = [completion.id.index for step in steps for completion in step.completions]
+    assert finished == [0, 1, 2]
+
+
 def test_preempted_and_resumed_rows_go_before_new_ones():
     bench = Bench(batch=1)
     requests = [request(0, [5], 2), request(1, [6], 2), request(2, [7], 4, output=[1])]
@@ -260,6 +269,11 @@ def test_a_resumed_row_at_its_end_completes_without_a_forward_pass():
     assert [done[index].tokens for index in range(3)] == [[4, 5, 6], [4, 0], [4, 5]]
     assert [done[index].finish_reason for index in range(3)] == ["length", "stop", "stop"]
     assert done[2].stop_string == "5"
+
+
+def test_resumed_output_that_goes_past_its_end_is_cut_there():
+    done = completions(Bench().serve([request(0, [1], 9, output=[4, 0, 5])]))[0]
+    assert (done.tokens, done.finish_reason) == ([4, 0], "stop")
 
 
 def test_case_S_a_stop_string_in_the_prompt_never_matches():
