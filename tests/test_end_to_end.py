@@ -98,12 +98,8 @@ def test_each_signal_saves_everything_and_exits_75(command):
     assert command.verify("signals") == 0
 
 
-@pytest.mark.parametrize(
-    "generation", ["temperature = 0.9\ntop_p = 0.8", 'stop = ["a", "eh"]'], ids=["sampled", "stop"]
-)
-def test_case_A_killed_again_and_again_the_answers_are_those_of_one_run(
-    tmp_path, tiny_model, generation
-):
+def test_case_A_killed_again_and_again_the_answers_are_those_of_one_run(tmp_path, tiny_model):
+    generation = 'temperature = 0.9\ntop_p = 0.8\nstop = ["a", "eh"]'
     command = Command(tmp_path, tiny_model, generation)
     command.finish("peace")
     for _ in range(2):
