@@ -182,7 +182,7 @@ class Settings(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     progress: ProgressTable = ProgressTable()
     folder: Path = Field(default_factory=Path.cwd)
-    limit: int | None = None
+    limit: Positive | None = None
 
     @property
     def run_directory(self) -> Path:

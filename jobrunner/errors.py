@@ -12,7 +12,6 @@ class ExitCode(IntEnum):
     UNEXPECTED = 1
     USAGE = 2
     ROW_ERRORS = 3
-    TOO_MANY_ERRORS = 4
     INFRASTRUCTURE = 74
     RUN_AGAIN = 75
     INTERRUPTED = 130

@@ -6,7 +6,6 @@ The composition root: it knows every part and does no work of its own.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,18 +18,19 @@ from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.stats import Stats, Totals
 from jobrunner.console.view import summary
-from jobrunner.data.claims import Claims, Identity
+from jobrunner.data.claims import Claims, Identity, device_name, holding_device
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
 from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
+from jobrunner.data.merge import merge_shard
 from jobrunner.data.models import model_fingerprint, resolve_model
 from jobrunner.data.progress import Progress, clean_up
 from jobrunner.data.prompts import Prompts
-from jobrunner.data.results import Results, Tally, merge_shard
+from jobrunner.data.results import Results, Tally
 from jobrunner.data.sources import Reader, read_columns, shard_fingerprint
-from jobrunner.errors import DeviceBusyError, ExitCode, InfrastructureError
+from jobrunner.errors import ExitCode, InfrastructureError
 from jobrunner.records import Completion, Engine, Request, Step
 from jobrunner.stop import Stop
 
@@ -100,7 +100,7 @@ def run(
         with stop.on_signals(settings.checkpoint.grace):
             return run(settings, open_engine=open_engine, observe=observe, stop=stop)
     job = open_job(settings)
-    identity = Identity.of_this_process(_device_key(job.device))
+    identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker)
     directory.create()
     remember(directory, job.fingerprint())
@@ -108,12 +108,12 @@ def run(
     shown = settings.progress
     metrics = directory.root / "metrics.jsonl" if shown.metrics else None
     with (
-        _only_worker_on(identity, claims),
+        holding_device(claims, identity),
         _log_file(directory.root / "log.txt"),
         Console(shown.style, shown.every, metrics) as console,
     ):
         claims.sweep()
-        clean_up(directory, job.input.shards, claims.is_gone)
+        clean_up(directory, job.input.shards, claims.is_dead)
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
             log.info("every row is done: results are in %s", directory.results)
@@ -187,7 +187,7 @@ def load_engine(job: Job) -> Engine:
 
 def _work(
     job: Job,
-    books: Ledger,
+    ledger: Ledger,
     progress: Progress,
     console: Console,
     stop: Stop,
@@ -197,7 +197,7 @@ def _work(
     """Claim, read, generate and commit until nothing is left or a stop is asked for."""
     settings = job.settings
     shards = list(job.input.shards.values())
-    with books as ledger, Reader(shards, settings.input.column) as reader:
+    with ledger, Reader(shards, settings.input.column) as reader:
         log.info("%s of %s rows are done", f"{progress.rows_done:,}", f"{progress.rows:,}")
         engine = open_engine(job)
         stats = Stats(_totals(progress, job), slots=_slots(job), started_s=time.monotonic())
@@ -211,16 +211,22 @@ def _work(
                 observe(step)
                 if stop.requested:
                     break
-                if ledger.full or due():
+                # what an idle worker holds back may be what the others wait for
+                if ledger.full or due() or (step.idle and not ledger.empty):
                     ledger.checkpoint(engine.partials())
-                _merged(ledger.tick(), stats)
+                    _count_others(stats, progress)
+                _tell_merged(ledger.tick())
                 console.update(stats)
             _fail(feed.errors(), ledger, stats)
         ledger.checkpoint(engine.partials())
         if stop.requested:
             log.info("%s: what is finished and in flight is saved", stop.reason)
         else:
-            _merged(ledger.settle(stop.wait), stats)
+            for merged in ledger.settle(stop.wait):
+                _tell_merged(merged)
+                _count_others(stats, progress)
+                console.update(stats)
+        _count_others(stats, progress)
         results = settings.run_directory / "results"
         console.finish(stats, summary(stats.snapshot(time.monotonic()), results))
 
@@ -252,10 +258,14 @@ def _fail(failed: Iterable[Completion], ledger: Ledger, stats: Stats) -> None:
             stats.row_failed(completion.error)
 
 
-def _merged(shards: Iterable[str], stats: Stats) -> None:
+def _tell_merged(shards: Iterable[str]) -> None:
     for shard in shards:
         log.info("finished shard %s", shard)
-        stats.shard_done()
+
+
+def _count_others(stats: Stats, progress: Progress) -> None:
+    """Count what other workers have done, as far as this one has read it."""
+    stats.known(progress.rows_done, progress.shards_merged)
 
 
 def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
@@ -268,23 +278,6 @@ def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
     columns = list(job.settings.input.keep)
     kept = partial(read_columns, shard, columns)
     return merge_shard(directory, name, shard.rows, kept, job.input.kept_schema)
-
-
-@contextmanager
-def _only_worker_on(identity: Identity, claims: Claims) -> Iterator[None]:
-    """Hold the device for this job, or refuse: cron may start a job that still runs."""
-    name = f"devices/{identity.host}/{identity.device}"
-    if not claims.acquire(name, exclusive=True):
-        holder = claims.holder(name)
-        pid = f" (process {holder.pid})" if holder else ""
-        raise DeviceBusyError(
-            f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
-            hint="let it finish; a worker on another device or machine may join in",
-        )
-    try:
-        yield
-    finally:
-        claims.release(name)
 
 
 @contextmanager
@@ -320,7 +313,7 @@ def _totals(progress: Progress, job: Job) -> Totals:
         rows_done_before=progress.rows_done,
         errors_before=progress.tally.error_rows,
         shards=len(job.input.shards),
-        shards_done_before=len(job.input.shards) - len(progress.unmerged),
+        shards_done_before=progress.shards_merged,
     )
 
 
@@ -335,11 +328,3 @@ def _sum_up(progress: Progress, directory: RunDirectory) -> Summary:
     if progress.complete:
         exit_code = ExitCode.ROW_ERRORS if tally.error_rows else ExitCode.OK
     return Summary(exit_code, progress.rows, tally, directory.results)
-
-
-def _device_key(device: str) -> str:
-    """Name the device that this process uses: on a CPU the set of cores it may run on."""
-    if device == "cpu":
-        return "cpu-" + "-".join(map(str, sorted(os.sched_getaffinity(0))))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    return f"{device}-{visible}"

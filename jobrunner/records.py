@@ -12,10 +12,8 @@ ErrorKind = Literal[
     "bad_type",
     "bad_text",
     "template_error",
-    "bad_params",
     "prompt_too_long",
     "cannot_fit",
-    "internal",
 ]
 FinishReason = Literal["stop", "length"]
 

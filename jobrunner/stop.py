@@ -48,29 +48,37 @@ class Stop:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signalled, finished = threading.Event(), threading.Event()
+        finished = threading.Event()
 
         def handle(signum: int, frame: FrameType | None) -> None:
             self._interrupts += signum == signal.SIGINT
             if self._interrupts > 1:
                 raise KeyboardInterrupt
             self.request(signal.Signals(signum).name)
-            signalled.set()
+
+        # Python's handlers wait while the main thread is inside a library; this pipe does not
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
 
         def cut_off_after_grace() -> None:
-            signalled.wait()
-            if not finished.wait(grace_s):
-                _cut_off(grace_s)
+            while heard := os.read(reader, 1):
+                if heard[0] in SIGNALS and not finished.wait(grace_s):
+                    _cut_off(grace_s)
 
-        threading.Thread(target=cut_off_after_grace, name="grace", daemon=True).start()
+        guard = threading.Thread(target=cut_off_after_grace, name="grace", daemon=True)
+        guard.start()
+        earlier_pipe = signal.set_wakeup_fd(writer)
         before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
         try:
             yield
         finally:
             finished.set()
-            signalled.set()
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+            signal.set_wakeup_fd(earlier_pipe)
+            os.close(writer)
+            guard.join()
+            os.close(reader)
 
 
 def _cut_off(grace_s: float) -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from functools import partial
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -143,9 +144,43 @@ def test_case_A_killed_inside_a_step_every_row_is_there_once(full_world, referen
     assert full_world.problems() == []
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["d", "e"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_case_A_killed_around_the_rename_of_a_result_file(full_world, reference, shard, after):
+    def prepare():
+        real = os.replace
+
+        def deadly(source, target):
+            here = Path(target) == full_world.directory.result(shard)
+            if here and not after:
+                kill()
+            real(source, target)
+            if here:
+                kill()
+
+        os.replace = deadly
+
+    assert full_world.fork(prepare) == -signal.SIGKILL
+    assert full_world.directory.result(shard).exists() == after
+    assert full_world.run().exit_code == ExitCode.OK
+    assert full_world.results() == reference[0]
+    assert full_world.problems() == []
+    assert full_world.leftovers() == []
+
+
 def test_case_B_rows_with_the_same_prompt_are_different_rows(world):
     world.add_shard("a.parquet", ["same"] * 3 + [f"prompt {index}" for index in range(7)])
-    world.run_and_stop(4, batch=2)
+    finished = []
+    stop = Stop()
+
+    def stop_after_four(step):
+        finished.extend(completion.id.index for completion in step.completions)
+        if len(finished) >= 4:
+            stop.request("test")
+
+    world.run(observe=stop_after_four, stop=stop, batch=2)
+    assert len(finished) < 10
+    assert set(finished) & {0, 1, 2}
     assert world.run().exit_code == ExitCode.OK
     [rows] = world.results().values()
     assert [row["row"] for row in rows] == list(range(10))
@@ -258,6 +293,32 @@ def test_case_F_a_second_start_is_refused_and_disturbs_nothing(full_world, refer
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     assert full_world.run().exit_code == ExitCode.OK
+    assert full_world.results() == reference[0]
+
+
+def test_case_F_workers_on_other_devices_join_in_and_none_waits_for_a_checkpoint(
+    full_world, reference
+):
+    # the checkpoint is an hour away: only the end of the work brings rows to the disk
+    slow = {"before_step": lambda: time.sleep(0.002)}
+    pids = [full_world.start_worker(f"device-{number}", **slow) for number in range(3)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [ExitCode.OK] * 3
+    assert full_world.results() == reference[0]
+    assert full_world.problems() == []
+    assert full_world.leftovers() == []
+
+
+def test_a_killed_workers_rows_are_taken_over_by_one_that_waits(full_world, reference):
+    doomed = full_world.start_worker("doomed", before_step=lambda: time.sleep(60))
+    spans = full_world.directory.claims / "spans"
+    while not list(spans.rglob("*.json")):
+        time.sleep(0.01)
+    heir = full_world.start_worker("heir")
+    time.sleep(0.5)
+    os.kill(doomed, signal.SIGKILL)
+    os.waitpid(doomed, 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(heir, 0)[1]) == ExitCode.OK
     assert full_world.results() == reference[0]
 
 
@@ -396,3 +457,29 @@ def test_an_input_that_changes_while_the_job_runs_ends_it(full_world):
 
     with pytest.raises(InfrastructureError, match="changed while the job ran"):
         full_world.run(observe=change)
+
+
+@pytest.mark.parametrize("place", ["input/out", "input"])
+def test_a_run_directory_inside_the_input_is_refused(full_world, place):
+    with pytest.raises(ConfigError, match="lies in the input"):
+        full_world.run(f"output.path={place}")
+    assert not (full_world.folder / "input/out").exists()
+
+
+def test_two_shards_with_one_result_name_are_refused(world):
+    world.add_shard("a.parquet", ["x"])
+    shutil.copy(world.folder / "input/a.parquet", world.folder / "input/a")
+    with pytest.raises(ConfigError, match="same result file"):
+        world.run("input.path=input/*")
+
+
+def test_a_stop_string_ends_the_text_in_the_result_file(full_world, reference):
+    full_world.run('generation.stop=["a", "Zo"]')
+    rows = [row for rows in full_world.results().values() for row in rows]
+    whole = [row["text"] for rows in reference[0].values() for row in rows]
+    for row, text in zip(rows, whole, strict=True):
+        ends = [place for stop in ("a", "Zo") if (place := text.find(stop)) >= 0]
+        assert row["text"] == (text[: min(ends)] if ends else text)
+        if ends:
+            assert row["finish_reason"] == "stop"
+    assert any(row["text"] != text for row, text in zip(rows, whole, strict=True))

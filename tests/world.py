@@ -127,6 +127,18 @@ class World:
 
         return self.run(*overrides, observe=observe, stop=stop, **engine)
 
+    def start_worker(self, device: str, *overrides: str, **engine: Any) -> int:
+        """Start a worker on a device of its own in a child process; return its process id."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                jobs.device_name = lambda _: device
+                os._exit(self.run(*overrides, **engine).exit_code)
+            except BaseException:  # noqa: BLE001 - a child must never return into the tests
+                traceback.print_exc()
+                os._exit(99)
+        return pid
+
     def fork(self, prepare: Callable[[], None], **options: Any) -> int:
         """Run the job in a child process that `prepare` arranges to kill; return how it ended.
 

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.config import Settings, load_settings
-from jobrunner.data.fingerprint import recorded_fingerprint
+from jobrunner.data.fingerprint import read_fingerprint
 from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.layout import RunDirectory, result_name
-from jobrunner.data.results import OUTCOME_SCHEMA, Reblock, read_parts
+from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, result_name
+from jobrunner.data.merge import Reblock
+from jobrunner.data.results import read_parts
 from jobrunner.data.sources import Shard, read_columns
 from jobrunner.errors import ConfigError, ExitCode
 
@@ -45,7 +46,7 @@ def verify_command(job: Path, *, limit: int | None, overrides: Sequence[str]) ->
 
 def find_problems(settings: Settings, run: RunDirectory) -> Iterator[str]:
     """Yield everything that keeps the results from being what they promise, in words."""
-    recorded = recorded_fingerprint(run)
+    recorded = read_fingerprint(run)
     if recorded is None:
         raise ConfigError(f"`{run.root}` is not a run directory", hint="run the job first")
     job_input = open_input(settings)
@@ -54,7 +55,6 @@ def find_problems(settings: Settings, run: RunDirectory) -> Iterator[str]:
     for shard in job_input.shards.values():
         if run.result(shard.name).exists():
             yield from _result_problems(run.result(shard.name), shard, job_input.kept_schema)
-            yield from _leftovers(run, shard.name)
         else:
             unfinished = True
             yield from _part_problems(run, shard)
@@ -98,12 +98,22 @@ def _content_problems(
         if kept is not None:
             rows = kept.take(len(batch)).combine_chunks()
             for name in kept_schema.names:
-                if rows[name].combine_chunks() != batch.column(name):
+                if not _same(rows[name].combine_chunks(), batch.column(name)):
                     yield f"{path}: column `{name}` differs from the input's near row {seen:,}"
                     return
         seen += len(batch)
     if seen != shard.rows:
         yield f"{path}: has {seen:,} rows, its shard {shard.rows:,}"
+
+
+def _same(one: pa.Array, other: pa.Array) -> bool:
+    """Compare values: NaN equals NaN, and dictionaries may list their words differently."""
+    if one.equals(other):
+        return True
+    try:
+        return repr(one.to_pylist()) == repr(other.to_pylist())
+    except UnicodeDecodeError:
+        return False
 
 
 def _status_problems(path: Path, batch: pa.RecordBatch) -> Iterator[str]:
@@ -137,21 +147,17 @@ def _part_problems(run: RunDirectory, shard: Shard) -> Iterator[str]:
     yield f"shard {shard.name}: not finished: {done:,} of {shard.rows:,} rows are done"
 
 
-def _leftovers(run: RunDirectory, shard: str) -> Iterator[str]:
-    for folder in (run.parts(shard), run.partials(shard)):
-        if folder.is_dir():
-            for path in folder.iterdir():
-                yield f"stray file {path}: its shard is finished"
-
-
 def _strays(run: RunDirectory, job_input: Input, unfinished: bool) -> Iterator[str]:
     known = {result_name(shard) for shard in job_input.shards}
     for path in sorted(run.results.rglob("*")):
         if path.is_file() and path.relative_to(run.results).as_posix() not in known:
             yield f"stray file {path}: no shard of the input has this name"
     if not unfinished:
-        for path in sorted(run.temporary.iterdir()):
-            yield f"stray file {path}: the job is finished"
+        for path in sorted(run.state.rglob("*")):
+            # the devices of workers that are just leaving
+            leaving = path.is_relative_to(run.claims / "devices")
+            if path.is_file() and path != run.job_file and not leaving:
+                yield f"stray file {path}: the job is finished"
 
 
 def _words(schema: pa.Schema) -> str:

@@ -85,11 +85,6 @@ class Console:
                 self._write(plain_line(snapshot))
             self._log_metrics(snapshot)
 
-    def note(self, message: str) -> None:
-        """Write a message above the live view."""
-        if self._style != "none":
-            self._write(clean_lines(message))
-
     def finish(self, stats: Stats, summary_text: str) -> None:
         """Show and log the last numbers, then the summary below them."""
         snapshot = stats.snapshot(self._clock())

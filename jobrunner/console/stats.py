@@ -82,9 +82,10 @@ class Snapshot:
     #: Σ (tokens computed − tokens padded) / Σ tokens computed
     padding_efficiency: float | None
     #: steps with both prefill and decode tokens / steps
-    fused_share: float | None
-    #: Σ time in the forward pass / Σ time of steps; the rest is the host gap
-    forward_share: float | None
+    both_kinds_share: float | None
+    #: (prefill time + decode time) / (step time · steps) = Σ forward passes / Σ steps, in
+    #: seconds; the rest is the host gap
+    fused_fraction: float | None
     #: sequences that computed tokens in the latest step, 0 if that was idle
     batch_size: int
     #: Σ batch size / steps
@@ -172,6 +173,7 @@ class Stats:
         self._row_tokens = 0  # prompt + output of the rows this run finished
         self._errors: Counter[str] = Counter()
         self._shards_done = totals.shards_done_before
+        self._rows_known = totals.rows_done_before
         self._shard: str | None = None
         self._prompt_tokens = 0
         self._output_tokens = 0
@@ -223,16 +225,17 @@ class Stats:
         """Take note that a span of this shard was begun."""
         self._shard = shard
 
-    def shard_done(self) -> None:
-        """Count one more shard whose result file exists."""
-        self._shards_done += 1
+    def known(self, rows_done: int, shards_done: int) -> None:
+        """Take note of what all workers together have finished, as the run directory says."""
+        self._rows_known = max(self._rows_known, rows_done)
+        self._shards_done = max(self._shards_done, shards_done)
 
     def snapshot(self, now_s: float) -> Snapshot:
         """Compute the numbers as they are at `now_s`; counts nothing."""
         totals, latest = self._totals, self._latest
         elapsed_s = max(0.0, now_s - self._started_s)
         total_tokens = self._prompt_tokens + self._output_tokens
-        rows_done = min(totals.rows, totals.rows_done_before + self._rows)
+        rows_done = min(totals.rows, max(self._rows_known, totals.rows_done_before + self._rows))
         recent_output, recent_total = self._recent(now_s)
         stopped, cut = self._finish_reasons["stop"], self._finish_reasons["length"]
         return Snapshot(
@@ -259,8 +262,8 @@ class Stats:
             padding_efficiency=_ratio(
                 self._tokens_computed - self._tokens_padded, self._tokens_computed
             ),
-            fused_share=_ratio(self._fused_steps, self._steps),
-            forward_share=_ratio(self._forward_s, self._step_s),
+            both_kinds_share=_ratio(self._fused_steps, self._steps),
+            fused_fraction=_ratio(self._forward_s, self._step_s),
             batch_size=latest.batch_size,
             batch_size_mean=_ratio(self._active, self._steps),
             batch_size_max=self._batch_size_max,

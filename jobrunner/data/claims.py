@@ -6,15 +6,18 @@ holder's heartbeat. Times are compared with the file server's clock, never with 
 
 from __future__ import annotations
 
-import errno
+import hashlib
 import json
 import os
 import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jobrunner.data.layout import make_folder
+from jobrunner.data.layout import is_gone, make_folder, sync
+from jobrunner.errors import DeviceBusyError
 
 # A claim whose holder cannot be looked at counts as abandoned after so many seconds without
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
@@ -39,8 +42,9 @@ class Identity:
     @property
     def worker(self) -> str:
         """A name for file names: readable, and unique over hosts, boots and containers."""
-        host = "".join(c if c.isalnum() or c == "-" else "_" for c in self.host)
-        return f"{host}-{self.pid}-{self.token}"
+        host = "".join(c if c.isalnum() else "_" for c in self.host)[:40]
+        place = hashlib.blake2b(f"{self.boot} {self.pid_namespace}".encode(), digest_size=4)
+        return f"{host}-{place.hexdigest()}-{self.pid}-{self.token}"
 
     @staticmethod
     def of_this_process(device: str) -> Identity:
@@ -97,23 +101,32 @@ class Claims:
                 try:
                     os.link(fresh, path)
                 except FileExistsError:
+                    if self._is_mine(path):
+                        # on NFS the answer to a link that succeeded can get lost
+                        break
                     if not self._evict(path, now=fresh.stat().st_mtime, exclusive=exclusive):
                         return False
                 else:
-                    self._held[name] = path
-                    return True
-            return False
+                    break
+            else:
+                return False
+            self._held[name] = path
+            return True
         finally:
-            fresh.unlink()
+            fresh.unlink(missing_ok=True)
 
     def heartbeat(self) -> None:
         """Show that this worker is alive; a claim that was taken over meanwhile is let go."""
         for name, path in list(self._held.items()):
-            if self._is_mine(path):
-                # without times the file server sets its own clock's
-                os.utime(path)
-            else:
-                del self._held[name]
+            try:
+                if self._is_mine(path):
+                    # without times the file server sets its own clock's
+                    os.utime(path)
+                    continue
+            except FileNotFoundError:
+                # taken over between the look and the touch
+                pass
+            del self._held[name]
 
     def release(self, name: str) -> None:
         """Give a claim back. One that was taken over belongs to its new holder."""
@@ -135,22 +148,23 @@ class Claims:
         """Who holds `name`, if anyone does."""
         return _read_identity(self._folder / f"{name}.json")
 
-    def is_gone(self, worker: str) -> bool:
+    def is_dead(self, worker: str) -> bool:
         """Tell whether a worker, named as its temporary files name it, is known to be dead.
 
-        True only where this process can see that: a worker of this host and boot whose
-        process is not there. Others may be writing at this moment.
+        True only where this process can see that: a worker of this host, boot and container
+        whose process is not there. Others may be writing at this moment.
         """
-        host, pid, _ = worker.rsplit("-", 2)
-        mine = self._identity.worker.rsplit("-", 2)[0]
-        return host == mine and pid.isdigit() and _start_ticks(int(pid)) is None
+        place, _, rest = self._identity.worker.rpartition(f"-{self._identity.pid}-")
+        where, pid = worker.rpartition("-")[0].rpartition("-")[::2]
+        return bool(rest) and where == place and pid.isdigit() and _start_ticks(int(pid)) is None
 
     def _evict(self, path: Path, now: float, exclusive: bool) -> bool:
-        """Remove a claim whose holder is gone; False where it has to stay."""
+        """Remove a claim whose holder is gone; False where it has to stay.
+
+        A file that names nobody, as a loss of power leaves it, is a claim of nobody.
+        """
         holder = _read_identity(path)
-        if holder is None:
-            return True
-        if not self._is_stale(path, holder, now, exclusive):
+        if holder is not None and not self._is_stale(path, holder, now, exclusive):
             return False
         aside = self._own_file()
         try:
@@ -182,6 +196,7 @@ class Claims:
     def _write_identity(self) -> Path:
         fresh = self._own_file()
         fresh.write_text(json.dumps(asdict(self._identity)))
+        sync(fresh)
         return fresh
 
     def _own_file(self) -> Path:
@@ -191,15 +206,46 @@ class Claims:
         return _read_identity(path) == self._identity
 
 
+@contextmanager
+def holding_device(claims: Claims, identity: Identity) -> Iterator[None]:
+    """Hold the device for this job, or refuse: cron may start a job that still runs.
+
+    Raises DeviceBusyError where another worker of the job has the device of this host.
+    """
+    name = f"devices/{identity.host}/{identity.device}"
+    if not claims.acquire(name, exclusive=True):
+        holder = claims.holder(name)
+        pid = f" (process {holder.pid})" if holder else ""
+        raise DeviceBusyError(
+            f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
+            hint="let it finish; a worker on another device or machine may join in",
+        )
+    try:
+        yield
+    finally:
+        claims.release(name)
+
+
+def device_name(device: str) -> str:
+    """Name the device that this process uses: on a CPU the set of cores it may run on."""
+    if device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        digest = hashlib.blake2b(repr(cores).encode(), digest_size=4).hexdigest()
+        return f"cpu-{len(cores)}-cores-{digest}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    return f"{device}-{visible}"
+
+
 def _read_identity(path: Path) -> Identity | None:
+    """Who a claim names; None where there is no claim, or none that can be read."""
     try:
         return Identity(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
     except OSError as error:
-        if error.errno == errno.ESTALE:  # NFS: removed by another host while open
+        if is_gone(error):
             return None
         raise
+    except (ValueError, TypeError):
+        return None
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -20,10 +20,10 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
     names every difference with both values; nothing is written then.
     """
     now = json.loads(json.dumps(fingerprint))
-    recorded = _read(run)
+    recorded = read_fingerprint(run)
     if recorded is None:
         _write_first(run, now)
-        recorded = _read(run) or {}
+        recorded = read_fingerprint(run) or {}
     differences = [
         f"  {key}: {_show(recorded.get(key, ABSENT))} then, {_show(now.get(key, ABSENT))} now"
         for key in sorted({*recorded, *now})
@@ -36,12 +36,8 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
         )
 
 
-def recorded_fingerprint(run: RunDirectory) -> dict[str, Any] | None:
+def read_fingerprint(run: RunDirectory) -> dict[str, Any] | None:
     """What the run was begun with; None where no run was begun."""
-    return _read(run)
-
-
-def _read(run: RunDirectory) -> dict[str, Any] | None:
     try:
         recorded: dict[str, Any] = json.loads(run.job_file.read_text())
     except FileNotFoundError:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
 from jobrunner.config import Settings
+from jobrunner.data.layout import result_name
 from jobrunner.data.sources import (
     Shard,
     check_columns,
@@ -17,6 +18,7 @@ from jobrunner.data.sources import (
     limit_shards,
     shard_fingerprint,
 )
+from jobrunner.errors import ConfigError
 from jobrunner.records import Span
 
 
@@ -38,6 +40,7 @@ def open_input(settings: Settings) -> Input:
     """Find the input's shards and check their columns. Raises ConfigError, InfrastructureError."""
     table = settings.input
     shards = find_shards(table.path, settings.folder)
+    _check_places(settings, shards)
     if settings.limit is not None:
         shards = limit_shards(shards, settings.limit)
     kept_schema = check_columns(shards, [table.column], list(table.keep))
@@ -47,3 +50,25 @@ def open_input(settings: Settings) -> Input:
         kept_schema=kept_schema,
         spans=tuple(cut_spans(shards)),
     )
+
+
+def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
+    """Refuse results that would become input, and two shards with one result file."""
+    run = settings.run_directory
+    for shard in shards:
+        root = shard.path.resolve().parents[shard.name.count("/")]
+        searched = "**" in settings.input.path or (settings.folder / settings.input.path).is_dir()
+        if shard.path.resolve().is_relative_to(run) or (searched and run.is_relative_to(root)):
+            raise ConfigError(
+                f"the run directory `{run}` lies in the input `{settings.input.path}`:"
+                " results would become input",
+                hint="choose an `output.path` elsewhere",
+            )
+    names: dict[str, str] = {}
+    for shard in shards:
+        other = names.setdefault(result_name(shard.name), shard.name)
+        if other != shard.name:
+            raise ConfigError(
+                f"shards `{other}` and `{shard.name}` would have the same result file",
+                hint="rename one of them",
+            )

@@ -13,6 +13,7 @@ Knows nothing of what the files mean.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,7 +21,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import pyarrow as pa
+
 from jobrunner.records import Span
+
+# how a row ended: the columns of a part, and of a result file after those kept from the input
+OUTCOME_SCHEMA = pa.schema(
+    [
+        pa.field("row", pa.int64(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),
+        pa.field("text", pa.string()),
+        pa.field("finish_reason", pa.string()),
+        pa.field("error_kind", pa.string()),
+        pa.field("error", pa.string()),
+        pa.field("prompt_tokens", pa.int64(), nullable=False),
+        pa.field("output_tokens", pa.int64(), nullable=False),
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +109,14 @@ def result_name(shard: str) -> str:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents so that they survive a loss of power."""
-    if folder.is_dir():
-        return
-    make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    sync(folder.parent)
+    while not folder.is_dir():
+        make_folder(folder.parent)
+        try:
+            folder.mkdir(exist_ok=True)
+            sync(folder.parent)
+        except FileNotFoundError:
+            # another thread or worker pruned the empty parent: make it again
+            continue
 
 
 def sync(path: Path) -> None:
@@ -106,6 +126,19 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """The files of a folder by name; none where another worker has just removed the folder."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_file())
+    except FileNotFoundError:
+        return []
+
+
+def is_gone(error: OSError) -> bool:
+    """Tell whether a file was removed by another worker, on this host or, on NFS, on another."""
+    return error.errno in (errno.ENOENT, errno.ESTALE)
 
 
 def remove(paths: list[Path]) -> None:

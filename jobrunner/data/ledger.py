@@ -1,7 +1,7 @@
-"""The books of one worker: spans it holds, rows it finished, tokens it saved, shards it merged.
+"""Keep the books of one worker: it joins progress, claims, results and partials.
 
 Knows nothing of where rows come from or who answers them. The feed's thread claims spans while
-the loop's thread keeps the books: a lock guards what both touch.
+the loop's thread books rows: a lock guards what both touch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from jobrunner.data.claims import HEARTBEAT_S, Claims
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
+from jobrunner.data.merge import compact
 from jobrunner.data.progress import Progress, discard_partials, load_partials, save_partials
-from jobrunner.data.results import Results, Tally
+from jobrunner.data.results import Results, Tally, discard_leftovers
 from jobrunner.records import Completion, Partial, RowId, Span
 
 # how often a worker with nothing left to claim looks at what the others hold
@@ -59,17 +62,19 @@ class Ledger:
         self._merge = merge
         self._held: dict[Span, Assignment] = {}
         self._lock = threading.Lock()
-        self._merges: dict[str, Future[Tally]] = {}
+        self._merging: tuple[str, Future[Tally]] | None = None
         self._clock = clock
         self._heartbeat_s = clock()
-        self._merger = ThreadPoolExecutor(1, "merge")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._merger.shutdown(cancel_futures=True)
-        self._claims.release_all()
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if self._merging is not None and kind is None:
+                self._merging[1].result()
+        finally:
+            self._claims.release_all()
 
     def assignments(self, stopped: Callable[[float], bool]) -> Iterator[Assignment | None]:
         """Claim one span after the other until every row is done or in this worker's hands.
@@ -86,7 +91,7 @@ class Ledger:
                 if assignment is not None:
                     claimed = True
                     yield assignment
-                elif not self._progress.is_done(span):
+                elif not self._is_done(span):
                     waiting.append(span)
             if waiting and not claimed:
                 if stopped(POLL_S):
@@ -103,24 +108,36 @@ class Ledger:
         """Enough finished rows wait for a checkpoint."""
         return self._results.full
 
+    @property
+    def empty(self) -> bool:
+        """No finished row waits for a checkpoint."""
+        return self._results.empty
+
     def checkpoint(self, in_flight: Iterable[Partial]) -> None:
         """Commit what is finished, save what is in flight, let go of spans that are done."""
         committed = self._results.commit()
         partials: dict[str, list[Partial]] = defaultdict(list)
-        for partial in in_flight:
-            partials[partial.id.shard].append(partial)
+        for saved in in_flight:
+            partials[saved.id.shard].append(saved)
+        for shard in committed:
+            compact(self._run, shard)
         with self._lock:
             self._progress.mark_done(committed)
+            for shard in committed:
+                if self._run.result(shard).exists():
+                    # others finished the shard while this worker was stopped
+                    self._progress.refresh(shard)
+                    discard_leftovers(self._run, shard)
             for span in list(self._held):
                 if self._progress.is_done(span):
                     self._let_go(span)
                 else:
                     self._save(span, partials[span.shard])
             self._claims.heartbeat()
-            self._start_merges()
+            self._start_merge()
 
     def tick(self) -> list[str]:
-        """Show that this worker is alive, and name the shards that it has merged since.
+        """Show that this worker is alive, and name the shard that it has merged since, if any.
 
         Cheap, for every step. Raises what a merge raised.
         """
@@ -129,34 +146,40 @@ class Ledger:
             self._heartbeat_s = now_s
             with self._lock:
                 self._claims.heartbeat()
-        ready = [shard for shard, merge in self._merges.items() if merge.done()]
-        for shard in ready:
-            self._merges.pop(shard).result()
-            with self._lock:
-                self._progress.refresh(shard)
-                self._claims.release(_merge_claim(shard))
-        return ready
+        if self._merging is None or not self._merging[1].done():
+            return []
+        (shard, merge), self._merging = self._merging, None
+        merge.result()
+        with self._lock:
+            self._progress.refresh(shard)
+            self._claims.release(_merge_claim(shard))
+            self._start_merge()
+        return [shard]
 
-    def settle(self, stopped: Callable[[float], bool]) -> Iterator[str]:
+    def settle(self, stopped: Callable[[float], bool]) -> Iterator[list[str]]:
         """After the last row: merge what is left, and wait for what other workers merge.
 
-        Yields the name of each shard that this worker merged.
+        Yields, now and then, the names of the shards that this worker has merged since.
         """
         while True:
-            yield from self.tick()
-            if self._progress.complete and not self._merges:
+            yield self.tick()
+            if self._progress.complete and self._merging is None:
                 return
+            if self._merging is not None:
+                futures.wait([self._merging[1]], timeout=POLL_S)
+                continue
             self._look_again(self._progress.unmerged)
             with self._lock:
-                self._start_merges()
-            if stopped(0.02 if self._merges else POLL_S):
+                self._start_merge()
+            if self._merging is None and not self._progress.complete and stopped(POLL_S):
                 return
 
     def _claim(self, span: Span) -> Assignment | None:
         with self._lock:
             if self._progress.is_done(span) or not self._claims.acquire(_span_claim(span)):
                 return None
-            done = self._progress.refresh(span.shard).done
+            # a copy: the feed's thread reads it while this worker's rows are booked
+            done = Intervals(self._progress.refresh(span.shard).done)
             partials = load_partials(self._run, span)
             assignment = Assignment(
                 span, done, {row: p for row, p in partials.items() if row.index not in done}
@@ -175,17 +198,19 @@ class Ledger:
             # others may have done the rest
             self._progress.refresh(span.shard)
 
-    def _start_merges(self) -> None:
-        """Merge in the background the shards whose rows are all done and that nobody merges."""
+    def _start_merge(self) -> None:
+        """Merge in the background a shard whose rows are all done and that nobody merges."""
         for shard in self._progress.unmerged:
-            if shard in self._merges or not self._progress[shard].all_done:
+            if self._merging is not None:
+                return
+            if not self._progress[shard].all_done:
                 continue
             if not self._claims.acquire(_merge_claim(shard)):
                 continue
             if self._progress.refresh(shard).merged:
                 self._claims.release(_merge_claim(shard))
             else:
-                self._merges[shard] = self._merger.submit(self._merge, shard)
+                self._merging = (shard, _in_background(partial(self._merge, shard)))
 
     def _save(self, span: Span, partials: list[Partial]) -> None:
         """Save the rows in flight, and those that an earlier worker had in flight as it left them.
@@ -198,11 +223,29 @@ class Ledger:
         save_partials(self._run, span, list((saved | current).values()))
         discard_partials(self._run, span, keep_mine=True)
 
+    def _is_done(self, span: Span) -> bool:
+        with self._lock:
+            return self._progress.is_done(span)
+
     def _look_again(self, shards: Iterable[str]) -> None:
         with self._lock:
             self._claims.heartbeat()
             for shard in shards:
                 self._progress.refresh(shard)
+
+
+def _in_background(merge: Callable[[], Tally]) -> Future[Tally]:
+    """Run a merge on a thread that does not keep the process alive: a merge may be cut off."""
+    future: Future[Tally] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(merge())
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever asks
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="merge", daemon=True).start()
+    return future
 
 
 def _span_claim(span: Span) -> str:

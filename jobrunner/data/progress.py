@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.layout import RunDirectory, remove
+from jobrunner.data.layout import RunDirectory, files_in, is_gone, remove
 from jobrunner.data.results import (
     Tally,
     discard_leftovers,
     read_parts,
     read_result_tally,
+    reading_own,
     remove_replaced,
 )
 from jobrunner.records import Partial, RowId, Span
@@ -80,8 +81,12 @@ class Progress:
         return [shard for shard, progress in self._shards.items() if not progress.merged]
 
     @property
+    def shards_merged(self) -> int:
+        return sum(progress.merged for progress in self._shards.values())
+
+    @property
     def complete(self) -> bool:
-        return not self.unmerged
+        return self.shards_merged == len(self._shards)
 
     @property
     def rows(self) -> int:
@@ -115,10 +120,10 @@ class Progress:
         return ShardProgress(rows, done, tally, merged=False)
 
 
-def clean_up(run: RunDirectory, shards: Iterable[str], is_gone: Callable[[str], bool]) -> None:
+def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], bool]) -> None:
     """Remove what a kill left behind between a commit and the removal that follows it.
 
-    `is_gone` tells of a worker, by its name, that it is known to be dead: only its temporary
+    `is_dead` tells of a worker, by its name, that it is known to be dead: only its temporary
     files are nobody's.
     """
     for shard in shards:
@@ -126,7 +131,7 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_gone: Callable[[str], 
             discard_leftovers(run, shard)
         else:
             remove_replaced(run, shard, read_parts(run, shard))
-    remove([path for path in run.temporary.iterdir() if is_gone(path.name.partition(".")[0])])
+    remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
 
 
 def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> None:
@@ -151,10 +156,13 @@ def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
     found: dict[RowId, Partial] = {}
     for path in _partial_files(run, span):
         try:
-            entries = pq.read_table(path).to_pylist()
-        except FileNotFoundError:
-            # its worker finished the span or saved it anew under another name
-            continue
+            with reading_own(path):
+                entries = pq.read_table(path, schema=PARTIAL_SCHEMA).to_pylist()
+        except OSError as error:
+            if is_gone(error):
+                # its worker finished the span, or another one saved it anew
+                continue
+            raise
         for entry in entries:
             row = RowId(span.shard, entry["row"])
             saved = Partial(row, entry["tokens"], entry["attempt"])

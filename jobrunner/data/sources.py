@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobrunner.data.results import OUTCOME_SCHEMA
+from jobrunner.data.layout import OUTCOME_SCHEMA
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowId, Span
 

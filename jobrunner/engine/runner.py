@@ -14,6 +14,8 @@ import torch
 from jobrunner.engine.attention.hook import Attention, Piece
 from jobrunner.engine.sampler import sample
 from jobrunner.engine.scheduler import Chunk, Plan
+from jobrunner.engine.sequence import Sequence as Running
+from jobrunner.errors import InfrastructureError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,11 @@ class TransformersRunner:
 
     def run(self, plan: Plan) -> list[int]:
         """Return one sampled token per sampling chunk, in the order of the plan."""
-        logits_BV = self.logits(pack(plan.chunks))
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        logits_BV = self._compute(pack(plan.chunks))[: len(sampling)]
+        _check_finite(logits_BV, sampling)
         return sample(
-            logits_BV[: len(sampling)],
+            logits_BV,
             [sequence.request.sampling for sequence in sampling],
             [sequence.output_length for sequence in sampling],
         )
@@ -83,5 +86,27 @@ class TransformersRunner:
             ).logits
             return logits_1BV[0].float()
 
+    def _compute(self, packed: Packed) -> torch.Tensor:
+        try:
+            return self.logits(packed)
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            raise InfrastructureError(
+                f"the device failed: {error}",
+                hint="run again; out of memory: lower batching.kv_memory or token_budget",
+            ) from error
+
     def _row(self, numbers: array[int]) -> torch.Tensor:
         return torch.frombuffer(numbers, dtype=torch.int64).to(self._device).unsqueeze(0)
+
+
+def _check_finite(logits_BV: torch.Tensor, sampling: Sequence[Running]) -> None:
+    """Stop before a token is drawn from nothing: what is not finite spreads through the KV pool."""
+    if not len(sampling) or bool(logits_BV.amax(dim=-1).isfinite().all()):
+        return
+    broken = (~logits_BV.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
+    rows = [sampling[place].request.id for place in broken]
+    raise InfrastructureError(
+        f"the model gives logits that are not finite for row {rows[0].index:,} of"
+        f" `{rows[0].shard}` and {len(rows) - 1} more",
+        hint='a wider `model.dtype` may help: "bfloat16" or "float32"; else the weights are broken',
+    )

@@ -123,7 +123,6 @@ def test_style_none_shows_only_warnings(stats: Stats) -> None:
     clock, stream = FakeClock(), io.StringIO()
     with Console("none", 1.0, stream=stream, clock=clock) as console:
         run_for(console, stats, clock, 8)
-        console.note("claimed a span")
         LOGGER.info("merged a shard")
         LOGGER.warning("row 3 has no text")
         console.finish(stats, "the summary")
@@ -153,7 +152,7 @@ def test_terminal_gets_a_live_view_with_notes_and_logs_above_it(stats: Stats) ->
     terminal, clock = Terminal(), FakeClock(200.0)
     with Console("auto", 10.0, stream=terminal.stream, clock=clock) as console:
         run_for(console, stats, clock, 2)
-        console.note("[b]claimed[/b] a span \x1b[2J")
+        LOGGER.info("[b]claimed[/b] a span \x1b[2J")
         LOGGER.warning("row %d is bad", 3)
         run_for(console, stats, clock, 2)
         console.finish(stats, "the summary\n  results  runs/[1]/:smile:")

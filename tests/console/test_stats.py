@@ -77,13 +77,13 @@ def test_numbers_of_steps_equal_their_definitions(observed: list[Step], slots: i
     assert found.utilization == pytest.approx(sum(sizes) / ((slots or max(sizes)) * len(busy)))
     assert found.batch_size_mean == pytest.approx(sum(sizes) / len(sizes))
     assert found.batch_size_max == max(sizes)
-    assert found.fused_share == pytest.approx(
+    assert found.both_kinds_share == pytest.approx(
         sum(1 for step in busy if step.prefill_tokens and step.decode_tokens) / len(busy)
     )
     computed = sum(step.tokens_computed for step in busy)
     real = sum(step.prefill_tokens + step.decode_tokens for step in busy)
     assert found.padding_efficiency == (pytest.approx(real / computed) if computed else None)
-    assert found.forward_share == pytest.approx(
+    assert found.fused_fraction == pytest.approx(
         sum(step.forward_s for step in busy) / sum(step.step_s for step in busy)
     )
     assert found.kv_use_peak == pytest.approx(max(step.kv_blocks_used for step in busy) / 7)
@@ -142,7 +142,7 @@ def test_case_G_percent_never_goes_back_or_past_100(
     percents = [stats.snapshot(0.0).percent]
     for second, fails in enumerate(rows_fail, 1):
         if fails:
-            stats.row_failed(RowError("internal", ""))
+            stats.row_failed(RowError("bad_text", ""))
         else:
             stats.observe(Step(completions=[finished(1)], batch_size=1), float(second))
         percents.append(stats.snapshot(float(second)).percent)
@@ -224,7 +224,7 @@ def test_stop_share_is_of_rows_that_ended_without_an_error() -> None:
     stats = fresh()
     rows = [finished(1), finished(1), finished(1), finished(1, reason="length")]
     stats.observe(Step(completions=rows, batch_size=4), 1.0)
-    stats.row_failed(RowError("internal", ""))
+    stats.row_failed(RowError("bad_text", ""))
     found = stats.snapshot(1.0)
     assert (found.stop_rows, found.length_rows, found.stop_share) == (3, 1, 0.75)
 
@@ -232,7 +232,7 @@ def test_stop_share_is_of_rows_that_ended_without_an_error() -> None:
 def test_shards_of_earlier_runs_count_as_done() -> None:
     stats = fresh(shards=3, shards_done_before=1)
     stats.shard_started("b.parquet")
-    stats.shard_done()
+    stats.known(0, 2)
     found = stats.snapshot(1.0)
     assert (found.shards_done, found.shards_total, found.shard) == (2, 3, "b.parquet")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jobrunner.data.claims import Claims, Identity
+from jobrunner.data.claims import Claims, Identity, device_name
 
 
 @pytest.fixture
@@ -109,6 +109,36 @@ def test_sweep_removes_claims_of_the_dead_only(tmp_path, me):
 
 def test_workers_are_known_to_be_gone_by_their_names_only_on_this_host(tmp_path, me):
     mine = claims_of(tmp_path, me)
-    assert not mine.is_gone(me.worker)
-    assert mine.is_gone(dead(me).worker)
-    assert not mine.is_gone(replace(dead(me), host="elsewhere").worker)
+    assert not mine.is_dead(me.worker)
+    assert mine.is_dead(dead(me).worker)
+    assert not mine.is_dead(replace(dead(me), host="elsewhere").worker)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}'])
+def test_a_torn_claim_is_nobodys(tmp_path, me, content):
+    mine = claims_of(tmp_path, me)
+    (tmp_path / "spans").mkdir()
+    (tmp_path / "spans/a.json").write_text(content)
+    (tmp_path / "spans/b.json").write_text(content)
+    assert mine.acquire("spans/a")
+    mine.sweep()
+    assert [path.stem for path in tmp_path.rglob("*.json")] == ["a"]
+
+
+def test_a_device_name_fits_a_file_name_on_the_largest_machine(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(512)))
+    many = device_name("cpu")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(511)))
+    assert many != device_name("cpu")
+    assert len(many) < 100
+
+
+def test_strange_names_of_temporary_files_belong_to_nobody_known(tmp_path, me):
+    mine = claims_of(tmp_path, me)
+    for name in ("", "x", "a-b", "a-b-c", "core"):
+        assert not mine.is_dead(name)
+
+
+def test_a_worker_of_another_container_on_this_host_is_not_known_to_be_dead(tmp_path, me):
+    other = replace(dead(me), pid_namespace="pid:[1]")
+    assert not claims_of(tmp_path, me).is_dead(other.worker)

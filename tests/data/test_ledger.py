@@ -1,5 +1,6 @@
 """The books of one worker, and of two that meet."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from jobrunner.data.claims import Claims, Identity
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
+from jobrunner.data.merge import merge_shard
 from jobrunner.data.progress import Progress, load_partials
-from jobrunner.data.results import Results, list_parts, merge_shard
+from jobrunner.data.results import Results, list_parts
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Partial, RowId, Span
 from tests.data.conftest import answer, kept_columns, read_result
@@ -44,7 +46,8 @@ class Worker:
             self.ledger.finish(*answer(SHARD, index))
 
     def settle(self):
-        return list(self.ledger.settle(lambda seconds: False))
+        """Settle, and name the shards that this worker merged."""
+        return [shard for merged in self.ledger.settle(lambda seconds: False) for shard in merged]
 
 
 @pytest.fixture
@@ -186,3 +189,28 @@ def test_a_heartbeat_is_given_on_its_clock(worker, monkeypatch):
         worker.now_s = now_s
         worker.ledger.tick()
     assert beats == [11.0, 22.0]
+
+
+def test_rows_committed_after_a_shard_was_merged_leave_no_strays(worker, other):
+    list(worker.assignments)
+    other.answer(1)
+    worker.answer(0, 1, 2, 3, 4)
+    worker.ledger.checkpoint([])
+    worker.settle()
+    # the other one was suspended while all of that happened
+    other.ledger.checkpoint([])
+    assert list_parts(worker.run, SHARD) == []
+    assert other.progress.complete
+
+
+def test_leaving_by_an_interrupt_does_not_wait_for_a_merge(tmp_path):
+    worker, release = Worker(tmp_path), threading.Event()
+    worker.ledger._merge = lambda shard: release.wait(60)
+    list(worker.assignments)
+    worker.answer(0, 1, 2, 3, 4)
+    worker.ledger.checkpoint([])
+    with pytest.raises(KeyboardInterrupt), worker.ledger:
+        raise KeyboardInterrupt
+    assert not release.is_set()
+    release.set()
+    assert list(worker.run.claims.rglob("*.json")) == []

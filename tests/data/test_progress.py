@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from jobrunner.data.fingerprint import recorded_fingerprint, remember
+from jobrunner.data.fingerprint import read_fingerprint, remember
 from jobrunner.data.intervals import Intervals
+from jobrunner.data.merge import merge_shard
 from jobrunner.data.progress import (
     Progress,
     clean_up,
@@ -13,7 +14,7 @@ from jobrunner.data.progress import (
     load_partials,
     save_partials,
 )
-from jobrunner.data.results import list_parts, merge_shard, outcome_table, write_part
+from jobrunner.data.results import list_parts, outcome_table, write_part
 from jobrunner.errors import MismatchError
 from jobrunner.records import Partial, RowId, Span
 from tests.data.conftest import answer, failure, kept_columns
@@ -50,7 +51,7 @@ def test_parts_replaced_by_a_merged_part_count_once_and_are_cleaned_up(run):
     [old] = list_parts(run, SHARD)
     part(run, [0, 1], replaces=(old.name,))
     assert Progress(run, {SHARD: 10}).tally.rows == 2
-    clean_up(run, [SHARD], is_gone=lambda worker: False)
+    clean_up(run, [SHARD], is_dead=lambda worker: False)
     assert old not in list_parts(run, SHARD)
     assert Progress(run, {SHARD: 10}).rows_done == 2
 
@@ -58,7 +59,7 @@ def test_parts_replaced_by_a_merged_part_count_once_and_are_cleaned_up(run):
 def test_only_temporary_files_of_dead_workers_are_cleaned_up(run):
     for worker in ("host-1-aa", "host-9-cc"):
         (run.temporary / f"{worker}.0123").touch()
-    clean_up(run, [], is_gone=lambda worker: worker == "host-9-cc")
+    clean_up(run, [], is_dead=lambda worker: worker == "host-9-cc")
     assert [path.name for path in run.temporary.iterdir()] == ["host-1-aa.0123"]
 
 
@@ -96,4 +97,4 @@ def test_case_C_a_changed_job_is_refused_with_both_values_and_nothing_is_written
 def test_an_equal_job_goes_on(run):
     remember(run, {"a": (1, 2)})
     remember(run, {"a": [1, 2]})
-    assert recorded_fingerprint(run) == json.loads('{"a": [1, 2]}')
+    assert read_fingerprint(run) == json.loads('{"a": [1, 2]}')

@@ -6,17 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data import results as module
+from jobrunner.data import merge as module
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.layout import RunDirectory
+from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory
+from jobrunner.data.merge import compact, merge_shard, merge_windows
 from jobrunner.data.results import (
-    OUTCOME_SCHEMA,
     Results,
     Tally,
-    compact,
     list_parts,
-    merge_shard,
-    merge_windows,
     outcome_table,
     read_part_footer,
     read_parts,

@@ -1,0 +1,98 @@
+"""`cbjob verify` finds what is wrong, and nothing else."""
+
+import math
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.world import World
+
+
+@pytest.fixture
+def done(tmp_path, tiny_model):
+    """A finished job of 12 rows in two shards, with kept columns of awkward types."""
+    world = World(tmp_path, tiny_model)
+    for name in ("a.parquet", "b.parquet"):
+        path = tmp_path / "input" / name
+        path.parent.mkdir(exist_ok=True)
+        table = pa.table(
+            {
+                "prompt": [f"{name} {index}" for index in range(6)],
+                "id": pa.array(["x", "y"] * 3).dictionary_encode(),
+                "score": [0.5, math.nan, None, 1.0, 2.0, 3.0],
+                "scores": [[0.5, math.nan], None, [], [1.0], [2.0], [3.0]],
+            }
+        )
+        pq.write_table(table, path)
+    text = world.job_file.read_text().replace('["id"]', '["id", "score", "scores"]')
+    world.job_file.write_text(text)
+    world.run()
+    return world
+
+
+def rewrite(world, change):
+    path = world.directory.result("a.parquet")
+    pq.write_table(change(pq.read_table(path)), path)
+
+
+def set_column(table, name, values, type_=None):
+    place = table.schema.get_field_index(name)
+    field = table.schema.field(place)
+    return table.set_column(place, field, pa.array(values, type_ or field.type))
+
+
+def test_a_right_job_verifies_also_with_nan_and_dictionaries(done):
+    assert done.problems() == []
+
+
+def test_rewriting_a_result_without_changing_it_is_no_problem(done):
+    rewrite(done, lambda table: table)
+    assert done.problems() == []
+
+
+WRONG = {
+    "rows swapped": lambda t: t.take([1, 0, 2, 3, 4, 5]),
+    "a row missing": lambda t: t.slice(0, 5),
+    "a row doubled": lambda t: pa.concat_tables([t, t.slice(5)]),
+    "a kept value changed": lambda t: set_column(t, "score", [0.6, math.nan, None, 1, 2, 3]),
+    "an answer gone": lambda t: set_column(t, "text", [None] * 6),
+    "an error without a kind": lambda t: set_column(t, "status", ["error"] + ["ok"] * 5),
+    "a column gone": lambda t: t.drop_columns(["finish_reason"]),
+    "a column more": lambda t: t.append_column("more", pa.array(range(6))),
+}
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_result_file_is_found(done, change):
+    rewrite(done, change)
+    assert any("a.parquet" in problem for problem in done.problems())
+
+
+def test_a_damaged_result_file_is_found(done):
+    path = done.directory.result("a.parquet")
+    path.write_bytes(path.read_bytes()[:-30])
+    assert any("cannot be read" in problem for problem in done.problems())
+
+
+def test_a_missing_result_file_is_found(done):
+    done.directory.result("a.parquet").unlink()
+    assert done.problems() == ["shard a.parquet: not finished: 0 of 6 rows are done"]
+
+
+@pytest.mark.parametrize(
+    "name", ["results/c.parquet", ".cbjob/tmp/x", ".cbjob/parts/a.parquet/y", ".cbjob/claims/z"]
+)
+def test_a_stray_file_is_found(done, name):
+    path = done.folder / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    [problem] = done.problems()
+    assert problem.startswith(f"stray file {path}")
+
+
+def test_a_changed_input_is_found(done):
+    path = done.folder / "input/a.parquet"
+    pq.write_table(set_column(pq.read_table(path), "prompt", ["other"] * 6), path)
+    [problem] = done.problems()
+    assert problem.startswith("input shard `a.parquet` is")
