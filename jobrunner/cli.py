@@ -12,6 +12,8 @@ import click
 
 from jobrunner.errors import ExitCode, JobError
 
+SET_HELP = "Change a key, may be given again. Paths are relative to JOB, as in the file."
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="jobrunner")
@@ -25,7 +27,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--limit", type=click.IntRange(min=1), help="Take the first N rows as the input.")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a key.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
 @click.option(
     "--progress",
     type=click.Choice(["auto", "rich", "plain", "none"]),
@@ -34,22 +36,23 @@ def cli() -> None:
 def run(job: Path, limit: int | None, overrides: tuple[str, ...], progress: str | None) -> int:
     """Run JOB, or go on with it where it was stopped.
 
-    Exit codes: 0 all rows ok, 2 wrong settings or another job's run directory, 3 finished with
-    row errors, 74 disk or device fault, 75 stopped early (run it again), 130 interrupted twice.
+    Exit codes: 0 all rows ok, 1 unexpected failure, 2 wrong settings or another job's run
+    directory, 3 finished with row errors, 74 disk or device fault, 75 stopped early (run it
+    again), 130 interrupted.
     """
     from jobrunner.commands.run import run_command
 
     return run_command(job, limit=limit, overrides=overrides, style=progress)
 
 
-@cli.command()
+@cli.command(short_help="Check that JOB's results are whole and right.")
 @click.argument("job", type=click.Path(path_type=Path))
 @click.option("--limit", type=click.IntRange(min=1), help="The limit that the job was run with.")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help="Change a key.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
 def verify(job: Path, limit: int | None, overrides: tuple[str, ...]) -> int:
     """Check that JOB's results hold every input row once, in order, unchanged.
 
-    Exit codes: 0 they do, 1 they do not, or not all are there yet.
+    Exit codes: 0 they do, 1 they do not, or not all are there yet, 2 wrong settings.
     """
     from jobrunner.commands.verify import verify_command
 

@@ -83,7 +83,7 @@ class InputTable(Table):
     @model_validator(mode="after")
     def _one_source_of_prompts(self) -> InputTable:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("must name one column, as `prompt` or as `messages`")
+            raise ValueError("must name one column, as `prompt` or as `messages`, not both")
         if self.messages is not None and self.chat is False:
             raise ValueError("`messages` needs the chat template: `chat` cannot be false")
         return self
@@ -258,8 +258,12 @@ def _key_problems(document: Mapping[str, Any], path: Path, sources: Mapping[str,
             problems.append(f"  `{table}` in `{path}` = {_toml(entries)}: must be a table")
             continue
         if table not in TABLES and table not in NOT_YET:
+            names = entries if isinstance(entries, dict) else ()
+            where = next(
+                (sources[f"{table}.{n}"] for n in names if f"{table}.{n}" in sources), path
+            )
             problems.append(
-                f"  unknown table `{table}` in `{path}`{_nearest(table, [*TABLES, *NOT_YET])}"
+                f"  unknown table `{table}` in `{where}`{_nearest(table, [*TABLES, *NOT_YET])}"
             )
             continue
         if table not in TABLES:

@@ -30,7 +30,7 @@ from jobrunner.data.progress import Progress, clean_up
 from jobrunner.data.prompts import Prompts
 from jobrunner.data.results import Results, Tally
 from jobrunner.data.sources import Reader, read_columns, shard_fingerprint
-from jobrunner.errors import ExitCode, InfrastructureError
+from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.records import Completion, Engine, Request, Step
 from jobrunner.stop import Stop
 
@@ -61,7 +61,8 @@ class Job:
             **self.input.fingerprint(),
             **model,
             **self.prompts.describe(),
-            "input.column": settings.input.column,
+            "input.prompt": settings.input.prompt,
+            "input.messages": settings.input.messages,
             "input.keep": list(settings.input.keep),
             "--limit": settings.limit,
             "model.dtype": self.dtype,
@@ -102,7 +103,7 @@ def run(
     job = open_job(settings)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker)
-    directory.create()
+    _create(directory)
     remember(directory, job.fingerprint())
     claims = Claims(directory.claims, directory.temporary, identity)
     shown = settings.progress
@@ -116,8 +117,11 @@ def run(
         clean_up(directory, job.input.shards, claims.is_dead)
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
-            log.info("every row is done: results are in %s", directory.results)
-        elif not stop.requested:
+            log.info("every row is done: %s", progress.tally)
+            log.info("results are in %s", directory.results)
+        elif stop.requested:
+            log.info("%s: stopped before the first step", stop.reason)
+        else:
             ledger = Ledger(
                 directory,
                 claims,
@@ -198,7 +202,7 @@ def _work(
     settings = job.settings
     shards = list(job.input.shards.values())
     with ledger, Reader(shards, settings.input.column) as reader:
-        log.info("%s of %s rows are done", f"{progress.rows_done:,}", f"{progress.rows:,}")
+        _announce(job, ledger, progress)
         engine = open_engine(job)
         stats = Stats(_totals(progress, job), slots=_slots(job), started_s=time.monotonic())
         due = _Every(settings.checkpoint.every)
@@ -218,9 +222,17 @@ def _work(
                 _tell_merged(ledger.tick())
                 console.update(stats)
             _fail(feed.errors(), ledger, stats)
-        ledger.checkpoint(engine.partials())
+        in_flight = engine.partials()
+        ledger.checkpoint(in_flight)
         if stop.requested:
-            log.info("%s: what is finished and in flight is saved", stop.reason)
+            tokens = sum(len(saved.tokens) for saved in in_flight)
+            log.info(
+                "%s: saved; %s rows are done, %s more have %s tokens",
+                stop.reason,
+                f"{progress.rows_done:,}",
+                f"{len(in_flight):,}",
+                f"{tokens:,}",
+            )
         else:
             for merged in ledger.settle(stop.wait):
                 _tell_merged(merged)
@@ -229,6 +241,30 @@ def _work(
         _count_others(stats, progress)
         results = settings.run_directory / "results"
         console.finish(stats, summary(stats.snapshot(time.monotonic()), results))
+
+
+def _announce(job: Job, ledger: Ledger, progress: Progress) -> None:
+    """Say what is about to be done, and what will surprise."""
+    settings = job.settings
+    rows, tokens = ledger.saved()
+    log.info(
+        "%s: %s of %s rows are done, %s more have %s tokens saved",
+        settings.job.name,
+        f"{progress.rows_done:,}",
+        f"{progress.rows:,}",
+        f"{rows:,}",
+        f"{tokens:,}",
+    )
+    wanted = settings.generation.max_new_tokens
+    if wanted >= job.max_model_len:
+        log.warning(
+            "max_new_tokens is %s, the model's context %s: texts end there",
+            f"{wanted:,}",
+            f"{job.max_model_len:,}",
+        )
+    if job.input.strange_column:
+        log.warning("%s: such rows become bad_type errors", job.input.strange_column)
+    log.info("loading the model from %s", job.model_folder)
 
 
 def _requests(
@@ -278,6 +314,21 @@ def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
     columns = list(job.settings.input.keep)
     kept = partial(read_columns, shard, columns)
     return merge_shard(directory, name, shard.rows, kept, job.input.kept_schema)
+
+
+def _create(directory: RunDirectory) -> None:
+    try:
+        directory.create()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"`output.path` cannot be a folder: `{error.filename}` is a file",
+            hint="choose another output.path",
+        ) from error
+    except OSError as error:
+        raise InfrastructureError(
+            f"cannot make the run directory `{directory.root}`: {error.strerror}",
+            hint="check the path and its permissions, or choose another output.path",
+        ) from error
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_each_signal_saves_everything_and_exits_75(command):
         child.send_signal(signal.Signals[name])
         _, said = child.communicate(timeout=60)
         assert child.returncode == 75
-        assert f"{name}: what is finished and in flight is saved" in said
+        assert f"{name}: saved; " in said
     assert command.verify("signals") == 1
     command.finish("signals")
     assert command.rows("signals") == command.rows("peace")

@@ -227,7 +227,7 @@ def test_case_C_a_changed_setting_is_refused_with_both_values(full_world):
     full_world.run_and_stop(12)
     with pytest.raises(MismatchError, match=r"temperature: 0\.0 then, 0\.7 now"):
         full_world.run("generation.temperature=0.7")
-    with pytest.raises(MismatchError, match="--limit: null then, 10 now"):
+    with pytest.raises(MismatchError, match="--limit: none then, 10 now"):
         full_world.run(limit=10)
 
 

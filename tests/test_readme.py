@@ -53,6 +53,9 @@ def test_every_command_of_the_readme_runs(clone):
         if command.startswith("scripts/"):
             assert os.access(ROOT / command, os.X_OK), command
             continue
+        if command == "source .venv/bin/activate":
+            # the tests' own environment stands for it
+            continue
         done = run(command, clone)
         assert done.returncode == 0, (command, done.stderr)
     results = ds.dataset(clone / "runs/quickstart/results")

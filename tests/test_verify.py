@@ -95,4 +95,4 @@ def test_a_changed_input_is_found(done):
     path = done.folder / "input/a.parquet"
     pq.write_table(set_column(pq.read_table(path), "prompt", ["other"] * 6), path)
     [problem] = done.problems()
-    assert problem.startswith("input shard `a.parquet` is")
+    assert problem.startswith("input shard `a.parquet`: footer")

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.config import Settings, load_settings
-from jobrunner.data.fingerprint import read_fingerprint
+from jobrunner.data.fingerprint import ABSENT, read_fingerprint, show
 from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, result_name
 from jobrunner.data.merge import Reblock
-from jobrunner.data.results import read_parts
+from jobrunner.data.results import Tally, read_parts, read_result_tally
 from jobrunner.data.sources import Shard, read_columns
 from jobrunner.errors import ConfigError, ExitCode
 
@@ -36,11 +36,12 @@ def verify_command(job: Path, *, limit: int | None, overrides: Sequence[str]) ->
     for problem in problems:
         click.echo(f"problem: {problem}")
     if problems:
-        click.echo(f"{run.root} does not verify: {len(problems)} problem(s)")
+        unfinished = all("not finished" in problem for problem in problems)
+        click.echo(f"{run.root} {'is not finished' if unfinished else 'does not verify'}")
         return ExitCode.UNEXPECTED
-    job_input = open_input(settings)
-    rows = sum(shard.rows for shard in job_input.shards.values())
-    click.echo(f"{run.root} verifies: {rows:,} rows in {len(job_input.shards):,} shard(s)")
+    shards = open_input(settings).shards
+    tallies = (read_result_tally(run.result(shard)) for shard in shards)
+    click.echo(f"{run.root} verifies: {sum(tallies, Tally())}; shards: {len(shards):,}")
     return ExitCode.OK
 
 
@@ -66,7 +67,8 @@ def _input_problems(job_input: Input, recorded: dict[str, object]) -> Iterator[s
     then = {key: value for key, value in recorded.items() if key.startswith("input shard ")}
     for key in sorted({*now, *then}):
         if now.get(key) != then.get(key):
-            yield f"{key} is {now.get(key, 'gone')}, the run began with {then.get(key, 'none')}"
+            begun = show(then.get(key, ABSENT))
+            yield f"{key}: {begun} when the run began, {show(now.get(key, ABSENT))} now"
 
 
 def _result_problems(path: Path, shard: Shard, kept_schema: pa.Schema) -> Iterator[str]:

@@ -100,8 +100,8 @@ def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) 
     ]
     if snapshot.stop_share is not None:
         lines.append(
-            f"  ended    {_share(snapshot.stop_share)} by stop, {snapshot.length_rows:,} "
-            "cut by length (this run)"
+            f"  ended    {snapshot.stop_rows:,} by stop ({_share(snapshot.stop_share)}), "
+            f"{snapshot.length_rows:,} cut by length (this run)"
         )
     lines += [
         f"  speed    {_rate(snapshot.output_tokens_per_s)} output tokens/s, "

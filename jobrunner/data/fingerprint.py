@@ -25,14 +25,14 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
         _write_first(run, now)
         recorded = read_fingerprint(run) or {}
     differences = [
-        f"  {key}: {_show(recorded.get(key, ABSENT))} then, {_show(now.get(key, ABSENT))} now"
+        f"  {key}: {show(recorded.get(key, ABSENT))} then, {show(now.get(key, ABSENT))} now"
         for key in sorted({*recorded, *now})
         if recorded.get(key, ABSENT) != now.get(key, ABSENT)
     ]
     if differences:
         raise MismatchError(
             f"`{run.root}` was begun with another job; it differs in\n" + "\n".join(differences),
-            hint="put back what changed, or give this job another output.path",
+            hint="put back what changed, give this job another output.path, or remove that folder",
         )
 
 
@@ -63,5 +63,10 @@ def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
         fresh.unlink(missing_ok=True)
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """Spell a recorded value for a person."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {show(item)}" for key, item in sorted(value.items()))
+    if value is None:
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

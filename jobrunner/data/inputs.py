@@ -17,6 +17,7 @@ from jobrunner.data.sources import (
     find_shards,
     limit_shards,
     shard_fingerprint,
+    strange_column,
 )
 from jobrunner.errors import ConfigError
 from jobrunner.records import Span
@@ -24,12 +25,16 @@ from jobrunner.records import Span
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """The shards of a job by name, the columns carried into its results, and its spans."""
+    """The shards of a job by name, the columns carried into its results, and its spans.
+
+    `strange_column` says, if not empty, that prompts come from a column of another type.
+    """
 
     shards: Mapping[str, Shard]
     fingerprints: Mapping[str, Mapping[str, Any]]
     kept_schema: pa.Schema
     spans: tuple[Span, ...]
+    strange_column: str
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the input; keys name the shards."""
@@ -49,6 +54,7 @@ def open_input(settings: Settings) -> Input:
         fingerprints={shard.name: dict(shard_fingerprint(shard)) for shard in shards},
         kept_schema=kept_schema,
         spans=tuple(cut_spans(shards)),
+        strange_column=strange_column(shards, table.column, lists=table.messages is not None),
     )
 
 

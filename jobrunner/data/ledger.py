@@ -99,6 +99,11 @@ class Ledger:
                 self._look_again({span.shard for span in waiting})
                 yield None
 
+    def saved(self) -> tuple[int, int]:
+        """Count the rows that earlier workers left in flight, and their tokens."""
+        partials = [p for span in self._spans for p in self._unfinished(span).values()]
+        return len(partials), sum(len(p.tokens) for p in partials)
+
     def finish(self, completion: Completion, text: str | None) -> None:
         """Take a finished row; it is final after the next checkpoint."""
         self._results.add(completion, text)
@@ -180,15 +185,18 @@ class Ledger:
                 return None
             # a copy: the feed's thread reads it while this worker's rows are booked
             done = Intervals(self._progress.refresh(span.shard).done)
-            partials = load_partials(self._run, span)
-            assignment = Assignment(
-                span, done, {row: p for row, p in partials.items() if row.index not in done}
-            )
+            assignment = Assignment(span, done, self._unfinished(span))
             self._held[span] = assignment
             if self._progress.is_done(span):
                 self._let_go(span)
                 return None
             return assignment
+
+    def _unfinished(self, span: Span) -> dict[RowId, Partial]:
+        """The saved tokens of the rows of a span that are not done."""
+        done = self._progress[span.shard].done
+        partials = load_partials(self._run, span)
+        return {row: saved for row, saved in partials.items() if row.index not in done}
 
     def _let_go(self, span: Span) -> None:
         discard_partials(self._run, span)

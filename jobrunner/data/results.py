@@ -54,6 +54,11 @@ class Tally:
     def error_rows(self) -> int:
         return sum(self.errors.values())
 
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {count:,}" for kind, count in self.errors.items())
+        errors = f"{self.error_rows:,} errors" + (f" ({kinds})" if kinds else "")
+        return f"{self.rows:,} rows, {self.rows - self.error_rows:,} ok, {errors}"
+
     def __add__(self, other: Tally) -> Tally:
         return Tally(
             rows=self.rows + other.rows,

@@ -147,6 +147,22 @@ def check_columns(shards: Sequence[Shard], needed: Sequence[str], kept: Sequence
     return pa.schema([]) if first is None else first
 
 
+def strange_column(shards: Sequence[Shard], name: str, *, lists: bool) -> str:
+    """Say which shard's column `name` is not of the type that prompts have; empty if none is.
+
+    Messages are `lists`, a prompt is text, also as large_string, string_view or dictionary.
+    """
+    for shard in shards:
+        type_ = _footer(shard.path).schema.to_arrow_schema().field(name).type
+        inner = type_.value_type if pa.types.is_dictionary(type_) else type_
+        text = pa.types.is_string(inner) or pa.types.is_large_string(inner)
+        text = text or pa.types.is_string_view(inner)
+        if not (pa.types.is_nested(type_) if lists else text) and not pa.types.is_null(type_):
+            wanted = "a list of messages" if lists else "text"
+            return f"column `{name}` of `{shard.name}` is {type_}, not {wanted}"
+    return ""
+
+
 def read_columns(shard: Shard, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     """Stream some columns of a shard in row order, types unchanged, as `check_columns` says.
 

@@ -159,7 +159,13 @@ def open_engine(
     attention = TorchPagedAttention(pool, model.device)
     attach(model, attention)
     scheduler = Scheduler(Blocks(block_count, block_size, prefix_cache), limits, open_text)
-    log.info("KV memory: %s tokens of %s bytes", f"{block_count * block_size:,}", token_bytes)
+    tokens = block_count * block_size
+    log.info(
+        "KV memory: %.1f MiB, room for %s tokens of %s bytes",
+        tokens * token_bytes / 2**20,
+        f"{tokens:,}",
+        f"{token_bytes:,}",
+    )
     return LoadedEngine(
         engine=Engine(scheduler, TransformersRunner(model, attention, model.device)),
         dtype=info.dtype,

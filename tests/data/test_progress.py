@@ -88,7 +88,7 @@ def test_case_C_a_changed_job_is_refused_with_both_values_and_nothing_is_written
     assert str(raised.value).splitlines()[1:] == [
         "  generation.temperature: 0.0 then, 0.7 now",
         "  gone: 1 then, absent now",
-        '  input shard `a`: {"rows": 10} then, {"rows": 11} now',
+        "  input shard `a`: rows 10 then, rows 11 now",
         "  new: absent then, 2 now",
     ]
     assert run.job_file.read_text() == before
