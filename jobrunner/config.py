@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -37,9 +39,9 @@ def _quantity(value: object, units: Mapping[str, float], example: str) -> float:
     return float(match[1]) * units[match[2]]
 
 
-def _duration(value: object) -> object:
-    """Seconds from `"30s"`; a number of seconds from Python passes through."""
-    return value if isinstance(value, float) else _quantity(value, DURATION_UNITS, '"30s"')
+def _duration(value: object) -> float:
+    """Seconds from `"30s"`."""
+    return _quantity(value, DURATION_UNITS, '"30s"')
 
 
 def _size(value: object) -> object:
@@ -54,11 +56,31 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
-Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0)]
-Size = Annotated[int | Literal["auto"], BeforeValidator(_size)]
+def _text(value: str) -> str:
+    """Text that can be written to a file and named to the system."""
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("must be Unicode text without NUL")
+    return value
+
+
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("must not name a column twice")
+    return values
+
+
+# what no clock, index or tensor goes beyond
+TEN_YEARS_S = 10 * 365 * 86400.0
+MOST = 2**31 - 1
+
+Duration = Annotated[float, BeforeValidator(_duration), Field(gt=0, le=TEN_YEARS_S)]
+Size = Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], BeforeValidator(_size)]
 Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)]
-Integers = Annotated[tuple[int, ...], BeforeValidator(_tuple)]
-Positive = Annotated[int, Field(ge=1)]
+Columns = Annotated[Strings, AfterValidator(_distinct)]
+Text = Annotated[str, AfterValidator(_text)]
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_text)]
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0, le=MOST)], ...], BeforeValidator(_tuple)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
 
 
 class Table(BaseModel):
@@ -73,12 +95,12 @@ class JobTable(Table):
 
 
 class InputTable(Table):
-    path: str = Field(min_length=1)
+    path: PathText
     prompt: str | None = None
     messages: str | None = None
-    system: str | None = None
+    system: Text | None = None
     chat: Literal["auto"] | bool = "auto"
-    keep: Strings = ()
+    keep: Columns = ()
 
     @model_validator(mode="after")
     def _one_source_of_prompts(self) -> InputTable:
@@ -95,15 +117,15 @@ class InputTable(Table):
 
 
 class OutputTable(Table):
-    path: str = Field(min_length=1)
+    path: PathText
 
 
 class ModelTable(Table):
-    name: str = Field(min_length=1)
+    name: PathText
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: Literal["auto"] | Positive = "auto"
-    max_model_len: Literal["auto"] | Annotated[int, Field(ge=2)] = "auto"
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 
 
 class GenerationTable(Table):
@@ -111,7 +133,7 @@ class GenerationTable(Table):
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop: Strings = ()
-    stop_token_ids: Integers = ()
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
     seed: int | None = None
 
@@ -120,7 +142,7 @@ class BatchingTable(Table):
     max_batch_size: Literal["auto"] | Positive = "auto"
     token_budget: Literal["auto"] | Positive = "auto"
     chunk_size: Literal["auto"] | Positive = "auto"
-    block_size: Positive = 16
+    block_size: Annotated[int, Field(ge=1, le=4096)] = 16
     kv_memory: Size = "auto"
     prefix_cache: bool = True
     lookahead: Literal["auto"] | Positive = "auto"
@@ -186,7 +208,7 @@ class Settings(Table):
 
     @property
     def run_directory(self) -> Path:
-        return (self.folder / self.output.path).resolve()
+        return (self.folder / os.path.expanduser(self.output.path)).resolve()
 
 
 TABLES = [name for name in Settings.model_fields if name not in ("folder", "limit")]
@@ -218,13 +240,16 @@ def load_settings(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"no job file `{path}`") from error
     except IsADirectoryError as error:
         raise ConfigError(f"`{path}` is a folder", hint="name the job file in it") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # not TOML, not UTF-8, a number of thousands of digits, nesting without end
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read the job file `{path}`: {error.strerror}") from error
 
 
 def _apply(
@@ -236,8 +261,9 @@ def _apply(
         problems.append(f"  `--set {override}`: must have the form table.key=value")
         return
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    except (ValueError, RecursionError):
         # a bare word: the shell has eaten its quotes
         value = text
     _set(document, table, name, value)
@@ -262,9 +288,7 @@ def _key_problems(document: Mapping[str, Any], path: Path, sources: Mapping[str,
             where = next(
                 (sources[f"{table}.{n}"] for n in names if f"{table}.{n}" in sources), path
             )
-            problems.append(
-                f"  unknown table `{table}` in `{where}`{_nearest(table, [*TABLES, *NOT_YET])}"
-            )
+            problems.append(f"  unknown table `{table}` in `{where}`{_nearest(table, TABLES)}")
             continue
         if table not in TABLES:
             problems.append(f"  `[{table}]` in `{path}` is not yet supported")
@@ -305,7 +329,8 @@ def _validate(
             wrong = set()
             for entry in error.errors():
                 table, name = (*(str(part) for part in entry["loc"]), "")[:2]
-                if not any(f"`{key}`" in entry["msg"] for key in left_out):
+                again = entry["type"] == "missing" and name in left_out
+                if not again and not any(f"`{key}`" in entry["msg"] for key in left_out):
                     problems[_problem(entry, table, name, path, sources)] = None
                 if name in tables.get(table, {}):
                     wrong.add((table, name))

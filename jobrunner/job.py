@@ -29,7 +29,7 @@ from jobrunner.data.models import model_fingerprint, resolve_model
 from jobrunner.data.progress import Progress, clean_up
 from jobrunner.data.prompts import Prompts
 from jobrunner.data.results import Results, Tally
-from jobrunner.data.sources import Reader, read_columns, shard_fingerprint
+from jobrunner.data.sources import Reader, check_unchanged, read_columns
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.records import Completion, Engine, Request, Step
 from jobrunner.stop import Stop
@@ -128,9 +128,13 @@ def run(
                 progress,
                 Results(directory, settings.checkpoint.part_rows),
                 job.input.spans,
-                partial(_merge, job, directory),
+                merge=partial(_merge, job, directory),
+                check_input=partial(_check_input, job),
             )
             _work(job, ledger, progress, console, stop, open_engine or load_engine, observe)
+        if progress.complete:
+            # what another worker wrote while this one merged
+            clean_up(directory, job.input.shards, claims.is_dead)
         return _sum_up(progress, directory)
 
 
@@ -304,15 +308,14 @@ def _count_others(stats: Stats, progress: Progress) -> None:
     stats.known(progress.rows_done, progress.shards_merged)
 
 
+def _check_input(job: Job, shard: str) -> None:
+    check_unchanged(job.input.shards[shard], job.input.fingerprints[shard])
+
+
 def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
     shard = job.input.shards[name]
-    if shard_fingerprint(shard) != job.input.fingerprints[name]:
-        raise InfrastructureError(
-            f"`{shard.path}` changed while the job ran",
-            hint="restore it, then run the same command again",
-        )
-    columns = list(job.settings.input.keep)
-    kept = partial(read_columns, shard, columns)
+    _check_input(job, name)
+    kept = partial(read_columns, shard, list(job.settings.input.keep))
     return merge_shard(directory, name, shard.rows, kept, job.input.kept_schema)
 
 
@@ -333,7 +336,7 @@ def _create(directory: RunDirectory) -> None:
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
-    handler = logging.FileHandler(path)
+    handler = _LogFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
@@ -341,6 +344,13 @@ def _log_file(path: Path) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """Fails as any other file does: logging would print a traceback and go on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        raise
 
 
 class _Every:

@@ -3,7 +3,9 @@
 import errno
 import itertools
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -483,3 +485,118 @@ def test_a_stop_string_ends_the_text_in_the_result_file(full_world, reference):
         if ends:
             assert row["finish_reason"] == "stop"
     assert any(row["text"] != text for row, text in zip(rows, whole, strict=True))
+
+
+def test_answers_to_a_text_that_was_there_for_a_while_are_never_committed(full_world, reference):
+    """The shard is rewritten while the job runs, and restored for the next run."""
+    path = full_world.folder / "input/b/c.parquet"
+    original = path.read_bytes()
+
+    def rewrite_first():
+        if path.read_bytes() == original:
+            full_world.add_shard("b/c.parquet", ["something else"] * 17)
+
+    with pytest.raises(InfrastructureError, match="changed while the job ran"):
+        full_world.run(before_step=rewrite_first)
+    path.write_bytes(original)
+    assert full_world.run().exit_code == ExitCode.OK
+    assert full_world.results() == reference[0]
+
+
+def test_results_without_a_record_of_their_job_are_refused(full_world):
+    full_world.run()
+    shutil.rmtree(full_world.directory.state)
+    with pytest.raises(MismatchError, match="no record of the job"):
+        full_world.run("generation.temperature=0.9")
+
+
+def test_folders_behind_links_belong_to_the_input_once(world, tmp_path):
+    world.add_shard("a.parquet", ["x"])
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(world.folder / "input/a.parquet", tmp_path / "elsewhere/B.PARQUET")
+    (world.folder / "input/link").symlink_to(tmp_path / "elsewhere")
+    (world.folder / "input/loop").symlink_to(world.folder / "input")
+    world.run()
+    assert sorted(world.results()) == ["a.parquet", "link/B.PARQUET.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("input.path=input/*/../a.parquet", "`..` after a wildcard"),
+        ('input.keep=["id", "id"]', "must not name a column twice"),
+        ("input.path=~nosuchuser/x", "does not exist"),
+        ('output.path="a\\u0000b"', "without NUL"),
+        ("checkpoint.grace=99999999999d", "`checkpoint.grace`"),
+        ("generation.stop_token_ids=[-1]", "`generation.stop_token_ids`"),
+        ("batching.block_size=100000000", "`batching.block_size`"),
+        ("model.threads=100000", "`model.threads`"),
+        ("output.path=job.toml", "is a file"),
+        ("generation.max_new_tokens=" + "9" * 6000, "`generation.max_new_tokens`"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_in_words(full_world, change, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        full_world.run(change)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "3", "{"])
+def test_a_damaged_record_of_the_job_is_named(full_world, content):
+    full_world.run_and_stop(12)
+    full_world.directory.job_file.write_text(content)
+    with pytest.raises(InfrastructureError, match=r"job\.json` is damaged"):
+        full_world.run()
+
+
+@pytest.mark.parametrize("kind", ["parts", "partials"])
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped", "other"])
+def test_a_damaged_file_of_the_run_is_named_and_removing_it_mends_the_job(
+    full_world, reference, kind, damage
+):
+    full_world.run_and_stop(12)
+    found = sorted((full_world.directory.state / kind).rglob("*.parquet"))
+    path = next(path for path in found if path.is_file())
+    content = bytearray(path.read_bytes())
+    if damage == "other":
+        pq.write_table(pa.table({"x": [1]}), path)
+    elif damage == "flipped":
+        # inside the first data page, behind the magic bytes
+        content[10:60] = bytes(50)
+        path.write_bytes(content)
+    else:
+        path.write_bytes(b"" if damage == "empty" else bytes(content[:-20]))
+    with pytest.raises(InfrastructureError, match=re.escape(str(path))) as raised:
+        full_world.run()
+    assert "remove this file" in raised.value.hint
+    path.unlink()
+    assert full_world.run().exit_code == ExitCode.OK
+    assert full_world.results() == reference[0]
+
+
+def test_strange_files_of_others_in_the_state_folder_end_no_job(full_world, reference):
+    full_world.run_and_stop(12)
+    temporary = full_world.directory.temporary
+    (temporary / ".nfs000123").touch()
+    (temporary / "folder").mkdir()
+    (full_world.directory.claims / "spans/x.json").mkdir(parents=True)
+    assert full_world.run().exit_code == ExitCode.OK
+    assert full_world.results() == reference[0]
+
+
+def test_a_log_that_cannot_be_written_ends_the_job_as_a_full_disk_does(full_world, monkeypatch):
+    def full(self, record):
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            self.handleError(record)
+
+    monkeypatch.setattr(logging.FileHandler, "emit", full)
+    with pytest.raises(OSError, match="No space left"):
+        full_world.run()
+
+
+def test_a_column_of_another_type_is_announced_and_its_rows_are_errors(world, caplog):
+    world.add_shard("a.parquet", [1, 2, 3], pa.int64())
+    summary = world.run()
+    assert summary.tally.errors == {"bad_type": 3}
+    assert "column `prompt` of `a.parquet` is int64, not text" in caplog.text

@@ -52,3 +52,19 @@ def test_work_longer_than_the_grace_time_is_cut_off_with_75():
     )
     assert done.returncode == 75
     assert "grace time of 0.2 s" in done.stderr
+
+
+def test_the_grace_time_runs_while_a_library_is_busy():
+    """One call that returns only after a minute; Python's handlers run after it, not during."""
+    code = """
+        import hashlib, os
+        from jobrunner.stop import Stop
+        with Stop().on_signals(grace_s=0.2):
+            os.posix_spawn("/bin/sh", ["sh", "-c", f"sleep 0.3; kill -TERM {os.getpid()}"], {})
+            hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 75
+    assert "grace time of 0.2 s" in done.stderr

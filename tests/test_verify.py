@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jobrunner.data.results import FOOTER_KEY
 from tests.world import World
 
 
@@ -32,8 +33,10 @@ def done(tmp_path, tiny_model):
 
 
 def rewrite(world, change):
+    """Change a result file as another program would that keeps what the footer says."""
     path = world.directory.result("a.parquet")
-    pq.write_table(change(pq.read_table(path)), path)
+    said = {FOOTER_KEY: pq.read_metadata(path).metadata[FOOTER_KEY]}
+    pq.write_table(change(pq.read_table(path)).replace_schema_metadata(said), path)
 
 
 def set_column(table, name, values, type_=None):
@@ -57,6 +60,11 @@ WRONG = {
     "a row doubled": lambda t: pa.concat_tables([t, t.slice(5)]),
     "a kept value changed": lambda t: set_column(t, "score", [0.6, math.nan, None, 1, 2, 3]),
     "an answer gone": lambda t: set_column(t, "text", [None] * 6),
+    "an answer emptied of its reason": lambda t: set_column(t, "finish_reason", [None] * 6),
+    "a reason that does not exist": lambda t: set_column(t, "finish_reason", ["banana"] * 6),
+    "an error on an ok row": lambda t: set_column(t, "error", ["oops"] + [None] * 5),
+    "tokens below zero": lambda t: set_column(t, "output_tokens", [-7, 1, 1, 1, 1, 1]),
+    "sums that differ": lambda t: set_column(t, "output_tokens", [700, 1, 1, 1, 1, 1]),
     "an error without a kind": lambda t: set_column(t, "status", ["error"] + ["ok"] * 5),
     "a column gone": lambda t: t.drop_columns(["finish_reason"]),
     "a column more": lambda t: t.append_column("more", pa.array(range(6))),

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import click
 import numpy as np
@@ -21,9 +22,10 @@ from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, result_name
 from jobrunner.data.merge import Reblock
-from jobrunner.data.results import Tally, read_parts, read_result_tally
+from jobrunner.data.results import Tally, read_parts, read_result_tally, tally_of
 from jobrunner.data.sources import Shard, read_columns
-from jobrunner.errors import ConfigError, ExitCode
+from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
+from jobrunner.records import ErrorKind, FinishReason
 
 BATCH_ROWS = 1024
 
@@ -80,7 +82,7 @@ def _result_problems(path: Path, shard: Shard, kept_schema: pa.Schema) -> Iterat
                 yield f"{path}: schema is {_words(result.schema_arrow)}, not {_words(expected)}"
                 return
             yield from _content_problems(path, result, shard, kept_schema)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         yield f"{path}: cannot be read: {error}"
 
 
@@ -88,7 +90,7 @@ def _content_problems(
     path: Path, result: pq.ParquetFile, shard: Shard, kept_schema: pa.Schema
 ) -> Iterator[str]:
     kept = Reblock(read_columns(shard, kept_schema.names)) if len(kept_schema) else None
-    seen = 0
+    seen, tally = 0, Tally()
     for batch in result.iter_batches(BATCH_ROWS, use_threads=False):
         indices = batch.column("row").to_numpy()
         if seen + len(batch) > shard.rows or not np.array_equal(
@@ -103,7 +105,13 @@ def _content_problems(
                 if not _same(rows[name].combine_chunks(), batch.column(name)):
                     yield f"{path}: column `{name}` differs from the input's near row {seen:,}"
                     return
+        tally += tally_of(pa.Table.from_batches([batch]))
         seen += len(batch)
+    try:
+        if seen == shard.rows and tally != read_result_tally(path):
+            yield f"{path}: the sums in its footer differ from its rows"
+    except InfrastructureError as error:
+        yield str(error)
     if seen != shard.rows:
         yield f"{path}: has {seen:,} rows, its shard {shard.rows:,}"
 
@@ -120,21 +128,28 @@ def _same(one: pa.Array, other: pa.Array) -> bool:
 
 def _status_problems(path: Path, batch: pa.RecordBatch) -> Iterator[str]:
     """An ok row has a text and a reason to end, an error row a kind and a message."""
-    for outcome in batch.select(
-        ["row", "status", "text", "finish_reason", "error_kind"]
-    ).to_pylist():
-        answered = outcome["text"] is not None and outcome["finish_reason"] is not None
-        failed = outcome["error_kind"] is not None
-        if (outcome["status"], answered, failed) not in {
-            ("ok", True, False),
-            ("error", False, True),
-        }:
+    for outcome in batch.select(OUTCOME_SCHEMA.names).to_pylist():
+        said = {key for key in ("text", "finish_reason", "error_kind", "error") if outcome[key]}
+        if outcome["text"] is not None:
+            said.add("text")
+        right = {
+            "ok": said == {"text", "finish_reason"}
+            and outcome["finish_reason"] in get_args(FinishReason),
+            "error": said == {"error_kind", "error"}
+            and outcome["error_kind"] in get_args(ErrorKind),
+        }
+        tokens = min(outcome["prompt_tokens"], outcome["output_tokens"])
+        if not right.get(outcome["status"]) or tokens < 0:
             yield f"{path}: row {outcome['row']} is neither answered nor explained"
 
 
 def _part_problems(run: RunDirectory, shard: Shard) -> Iterator[str]:
     """Say what is missing of an unfinished shard, and what two of its parts both hold."""
-    parts = read_parts(run, shard.name)
+    try:
+        parts = read_parts(run, shard.name)
+    except InfrastructureError as error:
+        yield str(error)
+        return
     replaced = {name for footer in parts.values() for name in footer.replaces}
     ranges = sorted(
         range_

@@ -109,9 +109,13 @@ class Console:
 
     def _write(self, line: str, style: str = "") -> None:
         if self._live is None:
-            # one call per line: lines of two threads do not mix
-            self._stream.write(line + "\n")
-            self._stream.flush()
+            try:
+                # one call per line: lines of two threads do not mix
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            except BrokenPipeError:
+                # whoever read it is gone: that must not end a job of days
+                self._style = "none"
         else:
             self._live.console.print(Text(line, style=style), soft_wrap=True)
 

@@ -56,7 +56,7 @@ class Identity:
             pid=os.getpid(),
             started=_start_ticks(os.getpid()) or 0,
             slurm_job=os.environ.get("SLURM_JOB_ID", ""),
-            slurm_restarts=int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+            slurm_restarts=_count(os.environ.get("SLURM_RESTART_COUNT", "")),
             device=device,
             token=secrets.token_hex(4),
         )
@@ -142,7 +142,9 @@ class Claims:
     def sweep(self) -> None:
         """Remove the claims of workers that are known to be dead."""
         for path in self._folder.rglob("*.json"):
-            self._evict(path, now=0.0, exclusive=True)
+            # a shard may be called x.json, and its claims lie in a folder of that name
+            if path.is_file():
+                self._evict(path, now=0.0, exclusive=True)
 
     def holder(self, name: str) -> Identity | None:
         """Who holds `name`, if anyone does."""
@@ -195,8 +197,12 @@ class Claims:
 
     def _write_identity(self) -> Path:
         fresh = self._own_file()
-        fresh.write_text(json.dumps(asdict(self._identity)))
-        sync(fresh)
+        try:
+            fresh.write_text(json.dumps(asdict(self._identity)))
+            sync(fresh)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
         return fresh
 
     def _own_file(self) -> Path:
@@ -246,6 +252,10 @@ def _read_identity(path: Path) -> Identity | None:
         raise
     except (ValueError, TypeError):
         return None
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdigit() else 0
 
 
 def _start_ticks(pid: int) -> int | None:

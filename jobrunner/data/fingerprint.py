@@ -22,6 +22,11 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
     now = json.loads(json.dumps(fingerprint))
     recorded = read_fingerprint(run)
     if recorded is None:
+        if any(path.is_file() for path in run.results.rglob("*")):
+            raise MismatchError(
+                f"`{run.root}` has results, but no record of the job that made them",
+                hint="give this job another output.path, or remove that folder",
+            )
         _write_first(run, now)
         recorded = read_fingerprint(run) or {}
     differences = [
@@ -39,14 +44,20 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
 def read_fingerprint(run: RunDirectory) -> dict[str, Any] | None:
     """What the run was begun with; None where no run was begun."""
     try:
-        recorded: dict[str, Any] = json.loads(run.job_file.read_text())
+        recorded: Any = json.loads(run.job_file.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise InfrastructureError(
-            f"`{run.job_file}` is damaged: {error}", hint="restore it or use another output.path"
-        ) from error
+        raise _damaged(run, str(error)) from error
+    if not isinstance(recorded, dict):
+        raise _damaged(run, "it is no JSON object")
     return recorded
+
+
+def _damaged(run: RunDirectory, why: str) -> InfrastructureError:
+    return InfrastructureError(
+        f"`{run.job_file}` is damaged: {why}", hint="restore it or use another output.path"
+    )
 
 
 def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from jobrunner.data.sources import (
 )
 from jobrunner.errors import ConfigError
 from jobrunner.records import Span
+
+# what a name in a folder may be long on the file systems of Linux
+NAME_BYTES = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
     """Refuse results that would become input, and two shards with one result file."""
     run = settings.run_directory
     for shard in shards:
-        root = shard.path.resolve().parents[shard.name.count("/")]
+        root = shard.path.parents[shard.name.count("/")].resolve()
         searched = "**" in settings.input.path or (settings.folder / settings.input.path).is_dir()
         if shard.path.resolve().is_relative_to(run) or (searched and run.is_relative_to(root)):
             raise ConfigError(
@@ -72,6 +76,11 @@ def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
             )
     names: dict[str, str] = {}
     for shard in shards:
+        if any(len(os.fsencode(part)) > NAME_BYTES for part in result_name(shard.name).split("/")):
+            raise ConfigError(
+                f"the result file of `{shard.name}` would have a name of over {NAME_BYTES} bytes",
+                hint="rename the shard",
+            )
         other = names.setdefault(result_name(shard.name), shard.name)
         if other != shard.name:
             raise ConfigError(

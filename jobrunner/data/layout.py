@@ -91,15 +91,31 @@ class RunDirectory:
         The content is on the disk before the name is, and the name before the block returns;
         after a failure or a kill there is no `target`, or the old one.
         """
-        make_folder(target.parent)
         temporary = self.temporary / f"{self.worker}.{secrets.token_hex(4)}"
         try:
             yield temporary
             sync(temporary)
-            os.replace(temporary, target)
-            sync(target.parent)
+            _move(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _move(temporary: Path, target: Path) -> None:
+    """Give a file its name, for good; another worker may prune the folder it goes to."""
+    while True:
+        make_folder(target.parent)
+        try:
+            os.replace(temporary, target)
+        except FileNotFoundError:
+            if not temporary.exists():
+                raise
+            continue
+        try:
+            sync(target.parent)
+        except FileNotFoundError:
+            # the shard is merged: what was just written is not needed any more
+            pass
+        return
 
 
 def result_name(shard: str) -> str:

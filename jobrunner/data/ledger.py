@@ -41,7 +41,8 @@ class Ledger:
     """Claims spans, commits rows, saves partials, merges shards. Use it in a `with`.
 
     `merge` makes the result file of a shard whose rows are all in parts; it runs on a thread of
-    its own, so that the device does not wait for the disk.
+    its own, so that the device does not wait for the disk. `check_input` raises if a shard is
+    not what it was: no answer to another text is committed.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Ledger:
         results: Results,
         spans: Iterable[Span],
         merge: Callable[[str], Tally],
+        check_input: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
@@ -60,6 +62,7 @@ class Ledger:
         self._results = results
         self._spans = list(spans)
         self._merge = merge
+        self._check_input = check_input
         self._held: dict[Span, Assignment] = {}
         self._lock = threading.Lock()
         self._merging: tuple[str, Future[Tally]] | None = None
@@ -116,10 +119,12 @@ class Ledger:
     @property
     def empty(self) -> bool:
         """No finished row waits for a checkpoint."""
-        return self._results.empty
+        return not self._results.shards
 
     def checkpoint(self, in_flight: Iterable[Partial]) -> None:
         """Commit what is finished, save what is in flight, let go of spans that are done."""
+        for shard in self._results.shards:
+            self._check_input(shard)
         committed = self._results.commit()
         partials: dict[str, list[Partial]] = defaultdict(list)
         for saved in in_flight:

@@ -53,7 +53,7 @@ def resolve_model(name: str, base: Path) -> Path:
     """
     if name == DEMO_NAME:
         return _demo_model()
-    folder = base / Path(name).expanduser()
+    folder = base / os.path.expanduser(name)
     if folder.is_dir():
         return _local_model(name, folder)
     if _HUB_ID.fullmatch(name) and not folder.exists():

@@ -157,7 +157,7 @@ def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
     for path in _partial_files(run, span):
         try:
             with reading_own(path):
-                entries = pq.read_table(path, schema=PARTIAL_SCHEMA).to_pylist()
+                entries = pq.read_table(path).cast(PARTIAL_SCHEMA).to_pylist()
         except OSError as error:
             if is_gone(error):
                 # its worker finished the span, or another one saved it anew

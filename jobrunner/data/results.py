@@ -96,9 +96,9 @@ class Results:
         return any(len(rows) >= self._part_rows for rows in self._finished.values())
 
     @property
-    def empty(self) -> bool:
-        """No row waits for a part."""
-        return not self._finished
+    def shards(self) -> list[str]:
+        """The shards of which rows wait for a part."""
+        return list(self._finished)
 
     def commit(self) -> dict[str, Intervals]:
         """Write every waiting row to a part and return the rows by shard: they are final now."""
@@ -175,16 +175,17 @@ def read_parts(run: RunDirectory, shard: str) -> dict[Path, PartFooter]:
 def read_part_footer(path: Path) -> PartFooter:
     """Read what a part says of itself."""
     said = _read_footer(path)
-    return PartFooter(
-        rows=Intervals((start, stop) for start, stop in said["rows"]),
-        tally=Tally(**said["tally"]),
-        replaces=tuple(said["replaces"]),
-    )
+    with reading_own(path):
+        rows = Intervals((start, stop) for start, stop in said["rows"])
+        if not len(rows):
+            raise ValueError("it holds no rows")
+        return PartFooter(rows, Tally(**said["tally"]), tuple(said["replaces"]))
 
 
 def read_result_tally(path: Path) -> Tally:
     """Read the sums of a finished shard from its result file's footer."""
-    return Tally(**_read_footer(path)["tally"])
+    with reading_own(path):
+        return Tally(**_read_footer(path)["tally"])
 
 
 def _read_footer(path: Path) -> Any:
@@ -199,6 +200,14 @@ def reading_own(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError, ValueError, TypeError) as error:
+        raise InfrastructureError(
+            f"`{path}` is damaged: {error}",
+            hint="remove this file and run again: only its rows are run again",
+        ) from error
+    except OSError as error:
+        # Arrow reports a broken page so, without an error number
+        if error.errno is not None:
+            raise
         raise InfrastructureError(
             f"`{path}` is damaged: {error}",
             hint="remove this file and run again: only its rows are run again",

@@ -7,7 +7,7 @@ import glob
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +54,7 @@ def find_shards(path: str, base: Path) -> list[Shard]:
     skipped. The list is sorted by name. Raises ConfigError where nothing is found or a file
     is not Parquet, InfrastructureError where a file cannot be read.
     """
-    pattern = Path(path).expanduser()
+    pattern = Path(os.path.expanduser(path))
     target = base / pattern
     with _reading(target):
         if target.is_dir():
@@ -74,6 +74,9 @@ def find_shards(path: str, base: Path) -> list[Shard]:
             hint="a folder is searched for `*.parquet`; for other names use a glob",
         )
     named = sorted((file.relative_to(root).as_posix(), file) for file in files)
+    for name, file in named:
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise ConfigError(f"the name of `{file}` is not UTF-8", hint="rename the file")
     return [Shard(name, file, _footer(file).num_rows) for name, file in named]
 
 
@@ -131,9 +134,11 @@ def check_columns(shards: Sequence[Shard], needed: Sequence[str], kept: Sequence
         )
     first: pa.Schema | None = None
     for shard in shards:
-        schema = _footer(shard.path).schema.to_arrow_schema()
+        schema = _schema(shard.path)
         for name in (*needed, *kept):
             _check_column(shard, schema, name)
+        for name in kept:
+            _check_kept(shard, schema.field(name))
         carried = _carried_schema(schema, kept)
         if first is None:
             first = carried
@@ -153,7 +158,7 @@ def strange_column(shards: Sequence[Shard], name: str, *, lists: bool) -> str:
     Messages are `lists`, a prompt is text, also as large_string, string_view or dictionary.
     """
     for shard in shards:
-        type_ = _footer(shard.path).schema.to_arrow_schema().field(name).type
+        type_ = _schema(shard.path).field(name).type
         inner = type_.value_type if pa.types.is_dictionary(type_) else type_
         text = pa.types.is_string(inner) or pa.types.is_large_string(inner)
         text = text or pa.types.is_string_view(inner)
@@ -322,12 +327,19 @@ def _files_below(folder: Path) -> list[Path]:
         raise error
 
     files: list[Path] = []
-    for here, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not _hidden(name)]
-        files += [
-            Path(here, name) for name in names if name.endswith(".parquet") and not _hidden(name)
-        ]
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        # a link may lead back to a folder above it
+        real = os.path.realpath(here)
+        folders[:] = [] if real in seen else [name for name in folders if not _hidden(name)]
+        if real not in seen:
+            files += [Path(here, name) for name in names if _is_shard(name)]
+        seen.add(real)
     return files
+
+
+def _is_shard(name: str) -> bool:
+    return name.lower().endswith(".parquet") and not _hidden(name)
 
 
 def _files_of_glob(pattern: Path, base: Path) -> tuple[Path, list[Path]]:
@@ -335,6 +347,11 @@ def _files_of_glob(pattern: Path, base: Path) -> tuple[Path, list[Path]]:
     fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = base.joinpath(*parts[:fixed])
     wild = parts[fixed:]
+    if ".." in wild:
+        raise ConfigError(
+            f"input path `{pattern}` has `..` after a wildcard",
+            hint="a shard is named by its path below a folder: put `..` in front",
+        )
     wants_hidden = any(_hidden(part) for part in wild)
     # a set: several `**` find a file several times
     names = {
@@ -394,6 +411,38 @@ def _check_column(shard: Shard, schema: pa.Schema, name: str) -> None:
 def _carried_schema(schema: pa.Schema, columns: Sequence[str]) -> pa.Schema:
     """Names and types alone: what else a writer noted must not differ between shards."""
     return pa.schema([pa.field(name, schema.field(name).type) for name in columns])
+
+
+def _check_kept(shard: Shard, field: pa.Field) -> None:
+    """Refuse what Arrow reads only in one piece: a dictionary inside another type."""
+    inner = [field.type.field(place) for place in range(field.type.num_fields)]
+    while inner:
+        part = inner.pop()
+        if pa.types.is_dictionary(part.type):
+            raise ConfigError(
+                f"kept column `{field.name}` of `{shard.name}` is {field.type}: "
+                "a dictionary inside another type cannot be carried",
+                hint="write the column as plain text, or do not keep it",
+            )
+        inner += [part.type.field(place) for place in range(part.type.num_fields)]
+
+
+def _schema(path: Path) -> pa.Schema:
+    try:
+        return _footer(path).schema.to_arrow_schema()
+    except (UnicodeDecodeError, pa.ArrowNotImplementedError) as error:
+        raise ConfigError(
+            f"the columns of `{path}` cannot be read: {error}", hint="copy or write the file again"
+        ) from error
+
+
+def check_unchanged(shard: Shard, fingerprint: Mapping[str, Any]) -> None:
+    """Raise InfrastructureError if a shard is not what it was when the job began."""
+    if shard_fingerprint(shard) != fingerprint:
+        raise InfrastructureError(
+            f"`{shard.path}` changed while the job ran",
+            hint="restore it, then run the same command again",
+        )
 
 
 def _footer(path: Path) -> Any:

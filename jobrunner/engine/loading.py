@@ -148,12 +148,14 @@ def open_engine(
     calls = prove(model, TorchPagedAttention, block_size)
     check_calls(model.config, calls, info.max_model_len)
     token_bytes = bytes_per_token(calls, model.dtype)
+    free_bytes = _free_bytes(info.device)
     block_count = kv_block_count(
         kv_memory,
         bytes_per_token=token_bytes,
         block_size=block_size,
         wanted_tokens=limits.max_batch_size * info.max_model_len,
-        spare_bytes=_spare_bytes(info.device),
+        spare_bytes=int(_KV_SHARE[info.device.partition(":")[0]] * free_bytes),
+        free_bytes=free_bytes,
     )
     pool = KvPool(calls, block_count, block_size, model.dtype, model.device)
     attention = TorchPagedAttention(pool, model.device)
@@ -199,10 +201,8 @@ def resolve_limits(
     )
 
 
-def _spare_bytes(device: str) -> int:
-    kind = device.partition(":")[0]
-    free = available_memory() if kind == "cpu" else torch.cuda.mem_get_info()[0]
-    return int(_KV_SHARE[kind] * free)
+def _free_bytes(device: str) -> int:
+    return available_memory() if device == "cpu" else int(torch.cuda.mem_get_info()[0])
 
 
 @contextmanager

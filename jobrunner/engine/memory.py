@@ -19,11 +19,12 @@ def kv_block_count(
     block_size: int,
     wanted_tokens: int,
     spare_bytes: int,
+    free_bytes: int,
 ) -> int:
     """Return how many blocks the pool gets.
 
     `auto` takes what `wanted_tokens` need, at most `spare_bytes`; a size in bytes is taken as
-    it is. Raises ModelError where not even one block fits.
+    it is. Raises ModelError where not even one block fits, or more is asked for than is free.
     """
     block_bytes = bytes_per_token * block_size
     if kv_memory == "auto":
@@ -33,6 +34,11 @@ def kv_block_count(
     else:
         count = kv_memory // block_bytes
         given = kv_memory
+        if kv_memory > free_bytes:
+            raise ModelError(
+                f"batching.kv_memory is {kv_memory:,} bytes, free are {free_bytes:,}",
+                hint='lower it, or leave it at "auto"',
+            )
     if count < 1:
         raise ModelError(
             f"KV memory of {given:,} bytes holds no block of {block_size} tokens "

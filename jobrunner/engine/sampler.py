@@ -56,7 +56,9 @@ def _draw(
         return torch.tensor(values, dtype=torch.float64, device=logits_SV.device).unsqueeze(1)
 
     temperature_S1 = column([sampling.temperature for sampling in samplings])
-    weights_SV = torch.softmax(logits_SV.double() / temperature_S1, dim=-1)
+    # the largest is 0: a tiny temperature makes the others -inf, never NaN
+    relative_SV = logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True).double()
+    weights_SV = torch.softmax(relative_SV / temperature_S1, dim=-1)
     nucleus = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
     if nucleus:
         rows = torch.tensor(nucleus, device=logits_SV.device)

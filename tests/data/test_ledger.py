@@ -37,6 +37,7 @@ class Worker:
             Results(self.run, part_rows=100),
             spans,
             lambda shard: merge_shard(self.run, shard, rows[shard], *kept_columns(rows[shard])),
+            check_input=lambda shard: None,
             clock=lambda: self.now_s,
         )
         self.assignments = self.ledger.assignments(stopped=lambda seconds: True)

@@ -19,6 +19,7 @@ def blocks(kv_memory, *, wanted_tokens: int = 10**9, spare_bytes: int = 10**9) -
         block_size=16,
         wanted_tokens=wanted_tokens,
         spare_bytes=spare_bytes,
+        free_bytes=10**9,
     )
 
 
@@ -97,3 +98,8 @@ def test_a_container_that_sees_only_its_own_mount_is_limited(tmp_path: Path):
 
 def test_this_machine_has_memory():
     assert available_memory() > 0
+
+
+def test_more_than_is_free_is_refused_with_both_figures():
+    with pytest.raises(ModelError, match=r"kv_memory is 1,000,000,001 bytes, free are 1,000,000,0"):
+        blocks(10**9 + 1)

@@ -130,3 +130,9 @@ def test_the_draw_equals_a_slow_reference(logits, temperature, top_p, position):
     row = [logit / 8 for logit in logits]
     expected = slow_reference(row, sampling, position)
     assert sample(torch.tensor([row]), [sampling], [position]) == [expected]
+
+
+def test_the_smallest_temperature_draws_a_token_that_exists():
+    logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    [token] = sample(logits_BV, [Sampling(8, temperature=1e-320, draw_key=b"k")], [0])
+    assert token == int(logits_BV.argmax())
