@@ -29,7 +29,8 @@ from jobrunner.data.models import model_fingerprint, resolve_model
 from jobrunner.data.progress import Progress, clean_up
 from jobrunner.data.prompts import Prompts
 from jobrunner.data.results import Results, Tally
-from jobrunner.data.sources import Reader, check_unchanged, read_columns
+from jobrunner.data.shards import check_unchanged
+from jobrunner.data.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.records import Completion, Engine, Request, Step
 from jobrunner.stop import Stop

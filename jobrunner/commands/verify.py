@@ -23,7 +23,8 @@ from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, result_name
 from jobrunner.data.merge import Reblock
 from jobrunner.data.results import Tally, read_parts, read_result_tally, tally_of
-from jobrunner.data.sources import Shard, read_columns
+from jobrunner.data.shards import Shard
+from jobrunner.data.sources import read_columns
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.records import ErrorKind, FinishReason
 

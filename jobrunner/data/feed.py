@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from threading import Condition, Thread
-from types import TracebackType
 
 from jobrunner.records import Completion, Request
 
@@ -78,12 +77,7 @@ class Feed:
     def __enter__(self) -> Feed:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _pump(self, batches: Iterator[list[Request | Completion]]) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from jobrunner.config import Settings
 from jobrunner.data.layout import result_name
-from jobrunner.data.sources import (
+from jobrunner.data.shards import (
     Shard,
     check_columns,
     cut_spans,

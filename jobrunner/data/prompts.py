@@ -1,14 +1,14 @@
-"""Rows to token ids and token ids back to text. Knows nothing of files of rows or tensors."""
+"""Rows to requests, with the tokenizer of one model. Knows nothing of files of rows or tensors."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from jobrunner.data.text import Decoder, Stream
 from jobrunner.errors import ConfigError, ModelError
 from jobrunner.records import (
     Completion,
@@ -21,11 +21,6 @@ from jobrunner.records import (
     Sampling,
     TextStream,
 )
-
-_REPLACEMENT = "\ufffd"
-# a stream decodes this many tokens again for every new one; old ones beyond them are dropped
-_WINDOW_TOKENS = 24
-_CONTEXT_TOKENS = 8
 
 
 class Prompts:
@@ -58,7 +53,7 @@ class Prompts:
         seed: int | None = None,
     ) -> None:
         self._tokenizer = _load(folder)
-        self._decoder = _Decoder(self._tokenizer)
+        self._decoder = Decoder(self._tokenizer)
         self._template = _template(self._tokenizer)
         self._chat = self._template is not None if chat == "auto" else chat
         self._kind = kind
@@ -106,7 +101,7 @@ class Prompts:
 
     def open_text(self) -> TextStream:
         """Open a stream that turns the output tokens of one request into text."""
-        return _Stream(self._decoder)
+        return Stream(self._decoder)
 
     def describe(self) -> dict[str, object]:
         """Name what decides about requests, beside rows and the tokenizer's files, with values."""
@@ -245,63 +240,6 @@ class Prompts:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
 
 
-class _Decoder:
-    """Decodes output tokens. Bytes that are not UTF-8 give one U+FFFD per broken character."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self.special = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
-        self._byte_of, self._id_of = _byte_tokens(self._backend)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        shown = [token for token in tokens if token not in self.special]
-        if self._byte_of:
-            shown = self._with_valid_bytes(shown)
-        text: str = self._backend.decode(shown, skip_special_tokens=True)
-        return text
-
-    def _with_valid_bytes(self, tokens: list[int]) -> list[int]:
-        # byte fallback turns a whole run of byte tokens into U+FFFDs if one character is broken
-        mended: list[int] = []
-        for is_bytes, run in groupby(tokens, key=self._byte_of.__contains__):
-            if is_bytes:
-                raw = bytes(self._byte_of[token] for token in run)
-                mended += [self._id_of[byte] for byte in raw.decode(errors="replace").encode()]
-            else:
-                mended += run
-        return mended
-
-
-class _Stream:
-    """Text of one output as it grows; a character appears once all its bytes are there.
-
-    Not the DecodeStream of tokenizers: that one raises where a broken character follows a
-    whole one in byte tokens, and holds back text before an unfinished character.
-    """
-
-    def __init__(self, decoder: _Decoder) -> None:
-        self._decoder = decoder
-        self._window: list[int] = []
-        self._shown = ""
-
-    def step(self, token: int) -> str:
-        """The text that became complete with this token."""
-        if token in self._decoder.special:
-            return ""
-        self._window.append(token)
-        text = self._decoder.decode(self._window)
-        complete = text.removesuffix(_REPLACEMENT)
-        new = complete[len(self._shown) :]
-        if len(self._window) >= _WINDOW_TOKENS:
-            # what follows is decoded after some context, so that spaces at its start stay
-            self._window = self._window[-_CONTEXT_TOKENS:]
-            complete = self._decoder.decode(self._window).removesuffix(_REPLACEMENT)
-        self._shown = complete
-        return new
-
-
 def _load(folder: Path) -> Any:
     # loaded here, not at import: `cbjob --help` must not wait for it
     from transformers import AutoTokenizer
@@ -357,16 +295,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read `{path}`: {error}") from error
     return content
-
-
-def _byte_tokens(backend: Any) -> tuple[dict[int, int], dict[int, int]]:
-    """Byte by token id and token id by byte, both empty without byte fallback."""
-    if b'"ByteFallback"' not in (backend.decoder.__getstate__() if backend.decoder else b""):
-        return {}, {}
-    ids = {byte: backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
-    if None in ids.values():
-        return {}, {}
-    return {token_id: byte for byte, token_id in ids.items()}, ids
 
 
 def _error(kind: ErrorKind, row: Row, words: str) -> RowError:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jobrunner.data.feed import Feed
 from jobrunner.data.prompts import Prompts
-from jobrunner.data.sources import Reader, cut_spans, find_shards
+from jobrunner.data.shards import cut_spans, find_shards
+from jobrunner.data.sources import Reader
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowError, RowId, Sampling
 from tests.tiny_tokenizers import byte_level

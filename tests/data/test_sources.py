@@ -14,16 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.sources import (
-    Reader,
+from jobrunner.data.shards import (
     Shard,
     check_columns,
     cut_spans,
     find_shards,
     limit_shards,
-    read_columns,
     shard_fingerprint,
 )
+from jobrunner.data.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowId, Span
 
