@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data import layout, sources
+from jobrunner.data.claims import device_name
 from jobrunner.data.progress import Progress
 from jobrunner.errors import (
     ConfigError,
@@ -296,6 +297,18 @@ def test_case_F_a_second_start_is_refused_and_disturbs_nothing(full_world, refer
         os.waitpid(pid, 0)
     assert full_world.run().exit_code == ExitCode.OK
     assert full_world.results() == reference[0]
+
+
+def test_case_F_a_refused_second_start_leaves_the_first_to_finish(full_world, reference):
+    name = device_name("cpu")
+    first = full_world.start_worker(name, before_step=lambda: time.sleep(0.02))
+    while not list((full_world.directory.claims / "devices").rglob("*.json")):
+        time.sleep(0.01)
+    with pytest.raises(DeviceBusyError):
+        full_world.run()
+    assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == ExitCode.OK
+    assert full_world.results() == reference[0]
+    assert full_world.problems() == []
 
 
 def test_case_F_workers_on_other_devices_join_in_and_none_waits_for_a_checkpoint(

@@ -481,3 +481,11 @@ class TestStream:
         stream = each.raw.open_text()
         tokens = [*each.ids("D"), *each.ids("E"), *emoji_ids(each)[:2]]
         assert "".join(stream.step(token) for token in tokens) == "DE"
+
+
+def test_case_T_the_tail_of_the_prompt_never_leaks_into_the_output(tmp_path: Path) -> None:
+    prompts = open_prompts(byte_level(tmp_path / "model", template=None))
+    # the prompt ends in the middle of the emoji, the output brings its other bytes
+    rest = request_of(prompts, "😀").prompt[1:]
+    text = prompts.text(Completion(RowId("a", 0), rest, "length"))
+    assert set(text) == {"\ufffd"}
