@@ -31,10 +31,14 @@ def letters() -> TextStream:
 
 
 def open_tiny(folder: Path, **settings) -> LoadedEngine:
-    defaults = {"block_size": 4, "kv_memory": 2**20, "max_batch_size": 6, "token_budget": 20}
-    return open_engine(
-        folder, open_text=letters, dtype="float32", device="cpu", **{**defaults, **settings}
-    )
+    defaults = {
+        "device": "cpu",
+        "block_size": 4,
+        "kv_memory": 2**20,
+        "max_batch_size": 6,
+        "token_budget": 20,
+    }
+    return open_engine(folder, open_text=letters, dtype="float32", **{**defaults, **settings})
 
 
 def serve(folder: Path, requests: Sequence[Request], **settings) -> tuple[list[Step], dict]:
@@ -102,6 +106,14 @@ def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_gen
     assert sum(step.tokens_cached for step in steps) > 0
     assert sum(step.tokens_recomputed for step in steps) > 0
     assert any(step.prefill_tokens and step.decode_tokens for step in steps)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
+def test_on_a_gpu_the_tokens_equal_those_of_the_cpu(llama: Path):
+    prompts = random_prompts(18)
+    requests = [greedy(*row) for row in enumerate(prompts)]
+    _, done = serve(llama, requests, device="cuda", chunk_size=7)
+    assert [done[index].tokens for index in range(18)] == generate(llama, prompts)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
