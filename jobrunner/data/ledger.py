@@ -20,7 +20,13 @@ from jobrunner.data.claims import HEARTBEAT_S, Claims
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.merge import compact
-from jobrunner.data.progress import Progress, discard_partials, load_partials, save_partials
+from jobrunner.data.progress import (
+    Progress,
+    discard_partials,
+    load_partials,
+    partial_starts,
+    save_partials,
+)
 from jobrunner.data.results import Results, Tally, discard_leftovers
 from jobrunner.records import Completion, Partial, RowId, Span
 
@@ -103,8 +109,14 @@ class Ledger:
                 yield None
 
     def saved(self) -> tuple[int, int]:
-        """Count the rows that earlier workers left in flight, and their tokens."""
-        partials = [p for span in self._spans for p in self._unfinished(span).values()]
+        """Count the rows that earlier workers left in flight, and their tokens.
+
+        Looks only at spans that have a file: a large input has many spans and few in flight.
+        """
+        shards = {span.shard for span in self._spans}
+        starts = {shard: partial_starts(self._run, shard) for shard in shards}
+        spans = [span for span in self._spans if span.start in starts[span.shard]]
+        partials = [p for span in spans for p in self._unfinished(span).values()]
         return len(partials), sum(len(p.tokens) for p in partials)
 
     def finish(self, completion: Completion, text: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from jobrunner.data.results import (
 )
 from jobrunner.records import Partial, RowId, Span
 
+PARTIAL_NAME = re.compile(r"\d{12}-.*\.parquet")
 PARTIAL_SCHEMA = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
@@ -171,6 +173,11 @@ def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
     return found
 
 
+def partial_starts(run: RunDirectory, shard: str) -> set[int]:
+    """The first rows of the spans of a shard that have saved tokens, read from file names."""
+    return {int(path.name.partition("-")[0]) for path in _all_partials(run, shard)}
+
+
 def discard_partials(run: RunDirectory, span: Span, *, keep_mine: bool = False) -> None:
     """Remove a span's partials; with `keep_mine` those of earlier workers, which mine contain."""
     mine = run.partial(span)
@@ -178,4 +185,9 @@ def discard_partials(run: RunDirectory, span: Span, *, keep_mine: bool = False) 
 
 
 def _partial_files(run: RunDirectory, span: Span) -> list[Path]:
-    return sorted(run.partials(span.shard).glob(f"{span.start:012d}-*.parquet"))
+    start = f"{span.start:012d}"
+    return [p for p in _all_partials(run, span.shard) if p.name.partition("-")[0] == start]
+
+
+def _all_partials(run: RunDirectory, shard: str) -> list[Path]:
+    return [path for path in files_in(run.partials(shard)) if PARTIAL_NAME.fullmatch(path.name)]

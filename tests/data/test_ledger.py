@@ -215,3 +215,13 @@ def test_leaving_by_an_interrupt_does_not_wait_for_a_merge(tmp_path):
     assert not release.is_set()
     release.set()
     assert list(worker.run.claims.rglob("*.json")) == []
+
+
+def test_what_earlier_workers_left_in_flight_is_counted(tmp_path, worker):
+    next(worker.assignments)
+    worker.answer(1)
+    saved = [Partial(RowId(SHARD, 0), [5, 6], 1), Partial(RowId(SHARD, 2), [7], 1)]
+    worker.ledger.checkpoint(saved)
+    worker.claims.release_all()
+    with Worker(tmp_path, token="cc").ledger as ledger:
+        assert ledger.saved() == (2, 3)
