@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
-from jobrunner.engine.scheduler import Plan
-from jobrunner.records import Request
+from jobrunner.engine.scheduler import Drawn, Plan
+from jobrunner.records import Request, Sampling, TokenLogprob
 
+GREEDY = Sampling(1)
 OutputLength = Callable[[Sequence[int]], int]
 
 
@@ -21,7 +23,9 @@ class FakeRunner:
 
     `vocabulary` are the ids it answers with. With `output_length`, a function of the prompt,
     the token at that place is `stop_id` and none before it is; without, `stop_id` comes as
-    often as any other id. `before_step` is called before each step.
+    often as any other id. Of the sampling, `min_new_tokens` holds back the stop ids,
+    `temperature` brings in the draw key, and `logprobs` are made up. `before_step` is called
+    before each step.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class FakeRunner:
         self._before_step = before_step
         self._memory: dict[int, array[int]] = {}
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> Drawn:
         """Compute the chunks of a plan; return one token per sampling chunk."""
         if self._before_step is not None:
             self._before_step()
@@ -53,35 +57,72 @@ class FakeRunner:
             tokens = chunk.sequence.tokens[chunk.start : chunk.stop]
             self._write(chunk.sequence.blocks, chunk.start, tokens)
             self.tokens_computed += len(tokens)
-        sampled = []
+        sampled: list[int] = []
+        logprobs: list[TokenLogprob | None] = []
         for chunk in plan.chunks:
             sequence = chunk.sequence
             context = self._read(sequence.blocks, chunk.stop)
             assert context == sequence.tokens[: chunk.stop], "the KV memory holds other tokens"
             if chunk.samples:
-                prompt = context[: sequence.prompt_length]
-                sampled.append(self.next_token(prompt, context[sequence.prompt_length :]))
-        return sampled
+                length = sequence.prompt_length
+                state = context[:length], context[length:], sequence.request.sampling
+                sampled.append(self.next_token(*state))
+                logprobs.append(self.logprob(*state))
+        return Drawn(sampled, logprobs if any(logprobs) else ())
 
-    def next_token(self, prompt: Sequence[int], output: Sequence[int]) -> int:
-        """The token that follows: a function of the context alone."""
-        digest = blake2b(array("q", [*prompt, *output]).tobytes(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little")
-        if self._output_length is None:
-            return self._vocabulary[number % len(self._vocabulary)]
-        if len(output) + 1 >= self._output_length(prompt):
-            return self._stop_id
-        return self._speaking[number % len(self._speaking)]
+    def next_token(
+        self, prompt: Sequence[int], output: Sequence[int], sampling: Sampling = GREEDY
+    ) -> int:
+        """The token that follows: a function of the context and the sampling alone."""
+        early = len(output) < sampling.min_new_tokens
+        held_back = sampling.stop_ids if early else frozenset[int]()
+        choices = self._vocabulary
+        if self._output_length is not None:
+            if len(output) + 1 >= self._output_length(prompt) and self._stop_id not in held_back:
+                return self._stop_id
+            choices = self._speaking
+        if held_back:
+            choices = [token for token in choices if token not in held_back]
+        return choices[self._number(prompt, output, sampling) % len(choices)]
+
+    def logprob(
+        self, prompt: Sequence[int], output: Sequence[int], sampling: Sampling
+    ) -> TokenLogprob | None:
+        """What it says of the token that follows, if wanted; the last of several has no chance."""
+        if sampling.logprobs is None:
+            return None
+        token = self.next_token(prompt, output, sampling)
+        logprob = -(self._number(prompt, output, sampling) % 100 + 1) / 64
+        likeliest = [token, *(other for other in self._vocabulary if other != token)]
+        likeliest = likeliest[: sampling.logprobs]
+        top = [(other, logprob * (place + 1)) for place, other in enumerate(likeliest)]
+        if len(top) > 1:
+            top[-1] = (likeliest[-1], -math.inf)
+        return TokenLogprob(token, logprob, tuple(top))
 
     def alone(self, request: Request) -> list[int]:
-        """The output a request must get, computed without any engine; ids and length only."""
+        """The output a request must get, computed without any engine; ids and lengths only."""
         sampling = request.sampling
         output: list[int] = []
         while len(output) < sampling.max_new_tokens:
-            output.append(self.next_token(request.prompt, output))
-            if output[-1] in sampling.stop_ids:
+            output.append(self.next_token(request.prompt, output, sampling))
+            if output[-1] in sampling.stop_ids and len(output) > sampling.min_new_tokens:
                 break
         return output
+
+    def alone_logprobs(self, request: Request) -> list[TokenLogprob]:
+        """The log-probabilities that go with the output of `alone`."""
+        output = self.alone(request)
+        found = [
+            self.logprob(request.prompt, output[:length], request.sampling)
+            for length in range(len(output))
+        ]
+        return [logprob for logprob in found if logprob is not None]
+
+    def _number(self, prompt: Sequence[int], output: Sequence[int], sampling: Sampling) -> int:
+        key = sampling.draw_key if sampling.temperature else b""
+        context = array("q", [*prompt, *output]).tobytes()
+        return int.from_bytes(blake2b(context + key, digest_size=8).digest(), "little")
 
     def _write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from jobrunner.engine.scheduler import Plan, Scheduler
+from jobrunner.engine.scheduler import Drawn, Plan, Scheduler
+from jobrunner.engine.sequence import Sequence
 from jobrunner.records import Completion, Partial, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
 _IDLE_WAIT_S = 0.1
 _NOTHING = Plan(chunks=(), completions=(), preemptions=0, tokens_cached=0)
+_NO_TOKENS = Drawn()
 
 
 class Runner(Protocol):
     """Computes what a plan says."""
 
-    def run(self, plan: Plan) -> Seq[int]:
+    def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
 
 
@@ -56,9 +58,9 @@ class Engine:
                 yield self._report(started)
 
     def partials(self) -> list[Partial]:
-        """Every unfinished row that the engine holds and that has a generated token."""
+        """Every unfinished sample that the engine holds and that has a generated token."""
         return [
-            Partial(sequence.request.id, sequence.output.tolist(), sequence.request.attempt)
+            _partial(sequence)
             for sequence in self._scheduler.unfinished()
             if sequence.output_length
         ]
@@ -74,15 +76,15 @@ class Engine:
     def _step(self, complete: list[Completion], started: float) -> Step:
         plan = self._scheduler.plan(started)
         forward_started = self._clock()
-        tokens = self._runner.run(plan) if plan.chunks else ()
+        drawn = self._runner.run(plan) if plan.chunks else _NO_TOKENS
         finished = self._clock()
         running, used = self._scheduler.running, self._scheduler.blocks.used
-        done = self._scheduler.commit(plan, tokens, finished)
+        done = self._scheduler.commit(plan, drawn, finished)
         return self._report(
             started,
             completions=[*complete, *plan.completions, *done],
             plan=plan,
-            output_tokens=len(tokens),
+            output_tokens=len(drawn.tokens),
             running=running,
             used=used,
             forward_s=finished - forward_started,
@@ -116,3 +118,14 @@ class Engine:
             forward_s=forward_s,
             step_s=self._clock() - started,
         )
+
+
+def _partial(sequence: Sequence) -> Partial:
+    request = sequence.request
+    return Partial(
+        id=request.id,
+        tokens=sequence.output.tolist(),
+        attempt=request.attempt,
+        sample=request.sample,
+        logprobs=tuple(sequence.logprobs),
+    )

@@ -8,9 +8,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
+
+Position = TypeVar("Position", int, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a token sees of the tokens before it; all of them where both are None.
+
+    `window` tokens back from itself, itself included; or those of its own chunk, where chunks
+    of `chunk` tokens divide the sequence.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first_seen(self, own: Position) -> Position:
+        """The first position that a token at position `own` sees; may be below 0."""
+        if self.window is not None:
+            return own - self.window + 1
+        if self.chunk is not None:
+            return own // self.chunk * self.chunk
+        return own * 0
+
+
+EVERYTHING = Reach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +50,7 @@ class AttentionCall:
     kv_heads: int
     key_width: int
     value_width: int
-    window: int | None
+    reach: Reach = EVERYTHING
 
 
 def bytes_per_token(calls: Sequence[AttentionCall], dtype: torch.dtype) -> int:

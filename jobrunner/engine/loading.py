@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from jobrunner.engine.attention.hook import attach
@@ -19,18 +20,20 @@ from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.engine import Engine
-from jobrunner.engine.kv import KvPool, bytes_per_token
-from jobrunner.engine.memory import KvMemory, available_memory, kv_block_count
+from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
+from jobrunner.engine.memory import KvMemory, available_memory, check_fits, kv_block_count
+from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.proof import prove
 from jobrunner.engine.runner import TransformersRunner
 from jobrunner.engine.scheduler import Limits, Scheduler
+from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
 from jobrunner.engine.support import (
-    check_calls,
     check_supported,
     read_config,
     resolve_max_model_len,
 )
+from jobrunner.engine.weights import read_weights
 from jobrunner.errors import ModelError
 
 log = logging.getLogger("cbjob")
@@ -45,11 +48,31 @@ _TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is known of a model before its weights are read."""
+    """What is known of a model before its weights are read.
+
+    `weight_bytes` is the memory of the weights in `dtype`, at least; `kv_bytes_per_token` that of
+    K and V of one token over all layers, a guess for the few models that show it only when
+    they are loaded.
+    """
 
     device: str
     dtype: str
     max_model_len: int
+    architecture: str
+    layers: int
+    parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_is_a_guess: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenModel:
+    """A model whose weights are loaded, and the attention calls of each of its passes."""
+
+    info: ModelInfo
+    model: torch.nn.Module
+    calls: Sequence[AttentionCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +90,40 @@ class LoadedEngine:
 
 
 def read_model_info(
-    folder: Path, *, device: str, dtype: str, max_model_len: AutoInt | None
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    max_model_len: AutoInt | None,
+    block_size: int = 16,
 ) -> ModelInfo:
     """Resolve what the settings leave to the machine; log each choice and its reason.
 
-    Raises ModelError for a model that cannot run here, as far as its configuration tells.
+    Raises ModelError for a model that cannot run here, as far as its configuration, its
+    structure and the headers of its weights tell.
     """
     config = read_config(folder)
     check_supported(config)
+    length = resolve_max_model_len(config, max_model_len)
+    calls = calls_without_weights(config, length)
+    weights = read_weights(folder)
     device = resolve_device(device)
-    return ModelInfo(
+    dtype = resolve_dtype(dtype, device, config)
+    element = DTYPES[dtype]
+    quantised = getattr(config, "quantization_config", None) is not None
+    info = ModelInfo(
         device=device,
-        dtype=resolve_dtype(dtype, device, config),
-        max_model_len=resolve_max_model_len(config, max_model_len),
+        dtype=dtype,
+        max_model_len=length,
+        architecture=MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__,
+        layers=config.num_hidden_layers,
+        parameters=weights.parameters,
+        weight_bytes=weights.file_bytes if quantised else weights.bytes_as(element.itemsize),
+        kv_bytes_per_token=bytes_per_token(calls or usual_calls(config), element),
+        kv_is_a_guess=calls is None,
     )
+    check_fits(info.weight_bytes, info.kv_bytes_per_token * block_size, _free_bytes(device))
+    return info
 
 
 def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
@@ -88,11 +131,7 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
 
     Raises ModelError where weights are missing, damaged or of another kind.
     """
-    if not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"`{folder}` holds no safetensors weights",
-            hint="convert them: load the model with transformers and call save_pretrained",
-        )
+    read_weights(folder)
     try:
         with _no_progress_bars():
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -120,6 +159,27 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
+def prove_model(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: AutoInt | None = "auto",
+    block_size: int = 16,
+) -> ProvenModel:
+    """Load the model and show that it computes on our attention what it does on its own.
+
+    Raises ModelError where the model cannot run here.
+    """
+    info = read_model_info(
+        folder, device=device, dtype=dtype, max_model_len=max_model_len, block_size=block_size
+    )
+    model = load_model(folder, info.dtype, info.device)
+    freeze_positions(model, info.max_model_len)
+    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
+    return ProvenModel(info, model, calls)
+
+
 def open_engine(
     folder: Path,
     *,
@@ -136,26 +196,20 @@ def open_engine(
     prefix_cache: bool = True,
     lookahead: AutoInt = "auto",
 ) -> LoadedEngine:
-    """Load the model, prove it on our attention, size the KV memory, and join the parts.
+    """Load and prove the model, size the KV memory, and join the parts.
 
     Raises ModelError where the model cannot run here.
     """
-    info = read_model_info(folder, device=device, dtype=dtype, max_model_len=max_model_len)
     if threads != "auto":
         torch.set_num_threads(threads)
+    proven = prove_model(
+        folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
+    )
+    info, model, calls = proven.info, proven.model, proven.calls
     limits = resolve_limits(info.device, max_batch_size, token_budget, chunk_size, lookahead)
-    model = load_model(folder, info.dtype, info.device)
-    calls = prove(model, TorchPagedAttention, block_size)
-    check_calls(model.config, calls, info.max_model_len)
     token_bytes = bytes_per_token(calls, model.dtype)
-    free_bytes = _free_bytes(info.device)
-    block_count = kv_block_count(
-        kv_memory,
-        bytes_per_token=token_bytes,
-        block_size=block_size,
-        wanted_tokens=limits.max_batch_size * info.max_model_len,
-        spare_bytes=int(_KV_SHARE[info.device.partition(":")[0]] * free_bytes),
-        free_bytes=free_bytes,
+    block_count = _block_count(
+        info, limits, kv_memory, block_size, token_bytes, free_bytes=_free_bytes(info.device)
     )
     pool = KvPool(calls, block_count, block_size, model.dtype, model.device)
     attention = TorchPagedAttention(pool, model.device)
@@ -177,6 +231,38 @@ def open_engine(
         block_size=block_size,
         kv_blocks=block_count,
         kv_bytes_per_token=token_bytes,
+    )
+
+
+def estimate_kv_blocks(
+    info: ModelInfo, limits: Limits, *, kv_memory: KvMemory, block_size: int
+) -> int:
+    """Tell how many blocks the KV pool would get if the weights were loaded now.
+
+    Raises ModelError where not even one fits.
+    """
+    free_bytes = max(0, _free_bytes(info.device) - info.weight_bytes)
+    return _block_count(
+        info, limits, kv_memory, block_size, info.kv_bytes_per_token, free_bytes=free_bytes
+    )
+
+
+def _block_count(
+    info: ModelInfo,
+    limits: Limits,
+    kv_memory: KvMemory,
+    block_size: int,
+    token_bytes: int,
+    *,
+    free_bytes: int,
+) -> int:
+    return kv_block_count(
+        kv_memory,
+        bytes_per_token=token_bytes,
+        block_size=block_size,
+        wanted_tokens=limits.max_batch_size * info.max_model_len,
+        spare_bytes=int(_KV_SHARE[info.device.partition(":")[0]] * free_bytes),
+        free_bytes=free_bytes,
     )
 
 

@@ -48,6 +48,17 @@ def kv_block_count(
     return count
 
 
+def check_fits(weight_bytes: int, block_bytes: int, free_bytes: int) -> None:
+    """Raise ModelError where the weights and one block of KV are more than the free memory."""
+    needed = weight_bytes + block_bytes
+    if needed > free_bytes:
+        raise ModelError(
+            f"the model needs {needed:,} bytes of memory ({weight_bytes:,} of weights, "
+            f"{block_bytes:,} for one block of KV), free are {free_bytes:,}",
+            hint="free some, use a machine with more, a smaller model or a narrower model.dtype",
+        )
+
+
 def available_memory(root: Path = _ROOT) -> int:
     """Bytes of host memory this process may still take, limits of its control groups included.
 

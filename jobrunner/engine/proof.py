@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import torch
 
-from jobrunner.engine.attention.hook import NAME, Attention, AttentionOptions, Piece, attach
+from jobrunner.engine.attention.hook import Attention, Piece, UnservedError, attach
+from jobrunner.engine.attention.probe import record_calls
 from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.engine.runner import Packed, TransformersRunner
+from jobrunner.engine.support import check_calls, check_reach, refusal
 from jobrunner.errors import ModelError
 
 # relative error of a row of logits that rounding explains; a wrong attention is off by its size
 _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.25}
+_FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
 
@@ -41,49 +44,27 @@ _PASSES = (
 )
 
 
-class _Recorder:
-    """Notes what each attention call of a pass brings; attends to nothing."""
-
-    def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
-
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        self.calls = []
-
-    def attend(
-        self,
-        q_HTD: torch.Tensor,
-        k_KTD: torch.Tensor,
-        v_KTW: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        heads, key_width, value_width = k_KTD.shape[0], k_KTD.shape[-1], v_KTW.shape[-1]
-        self.calls.append(AttentionCall(heads, key_width, value_width, options.window))
-        return v_KTW.new_zeros(q_HTD.shape[1], q_HTD.shape[0], value_width)
-
-
 def prove(
-    model: torch.nn.Module, make_attention: MakeAttention, block_size: int
+    model: torch.nn.Module, make_attention: MakeAttention, block_size: int, max_model_len: int
 ) -> list[AttentionCall]:
     """Return the attention calls of one pass, after showing that ours computes the same logits.
 
     The model must come with eager attention; it leaves with ours. Raises ModelError where it
-    does not take our attention, or computes something else with it.
+    does not take our attention, attends elsewhere too, or computes something else with ours.
     """
     device, dtype = model.device, model.dtype
     sequences = _test_sequences(model.config.get_text_config().vocab_size)
     try:
         expected = [_eager_logits(model, tokens, device) for tokens in sequences]
-        calls = _record_calls(model, device)
+        calls = record_calls(model, device, max_model_len)
+        check_calls(model.config, calls)
+        check_reach(model.config, calls, max_model_len)
         pool = KvPool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
         attention = make_attention(pool, device)
         attach(model, attention)
         actual = _paged_logits(TransformersRunner(model, attention, device), sequences, block_size)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
-        raise ModelError(
-            f"model type `{model.config.model_type}` does not run with paged attention: {error}",
-            hint="use another model; this one's attention asks for something we do not have",
-        ) from error
+    except (UnservedError, *_FAILURES) as error:
+        raise refusal(model.config, f"with paged attention it fails: {error}") from error
     for expected_TV, actual_TV in zip(expected, actual, strict=True):
         _compare(model, expected_TV, actual_TV, _TOLERANCE[dtype])
     return calls
@@ -105,16 +86,6 @@ def _eager_logits(
     with torch.inference_mode():
         logits_1TV = model(input_ids=ids, position_ids=positions, use_cache=False).logits
         return logits_1TV[0].float()
-
-
-def _record_calls(model: torch.nn.Module, device: torch.device) -> list[AttentionCall]:
-    recorder = _Recorder()
-    attach(model, recorder)
-    if model.config._attn_implementation != NAME:
-        raise ValueError(f"it stays with its `{model.config._attn_implementation}` attention")
-    probe = Packed(array("q", [0, 1, 2]), array("q", [0, 1, 2]), [Piece(0, 3, [0])], [2])
-    TransformersRunner(model, recorder, device).logits(probe)
-    return recorder.calls
 
 
 def _paged_logits(

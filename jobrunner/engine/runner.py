@@ -6,14 +6,16 @@ Shapes: T tokens of the packed row, B rows of logits, V vocabulary.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from jobrunner.engine.attention.hook import Attention, Piece
+from jobrunner.engine.logprobs import token_logprobs
 from jobrunner.engine.sampler import sample
-from jobrunner.engine.scheduler import Chunk, Plan
+from jobrunner.engine.scheduler import Chunk, Drawn, Plan
 from jobrunner.engine.sequence import Sequence as Running
 from jobrunner.errors import InfrastructureError
 
@@ -59,16 +61,17 @@ class TransformersRunner:
         self._attention = attention
         self._device = device
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        logits_BV = self._compute(pack(plan.chunks))[: len(sampling)]
-        _check_finite(logits_BV, sampling)
-        return sample(
-            logits_BV,
-            [sequence.request.sampling for sequence in sampling],
-            [sequence.output_length for sequence in sampling],
-        )
+        draws = [sequence.draw for sequence in sampling]
+        wanted = [draw.sampling.logprobs if draw else None for draw in draws]
+        # a device tells of its failures when it is next waited for, here or there
+        with _device_failures():
+            logits_BV = self.logits(pack(plan.chunks))[: len(sampling)]
+            _check_finite(logits_BV, sampling)
+            tokens = sample(logits_BV, draws)
+            return Drawn(tokens, token_logprobs(logits_BV, tokens, wanted))
 
     def logits(self, packed: Packed) -> torch.Tensor:
         """Compute a packed row; return the logits of its `logit_rows` in float32, `[B, V]`.
@@ -86,17 +89,19 @@ class TransformersRunner:
             ).logits
             return logits_1BV[0].float()
 
-    def _compute(self, packed: Packed) -> torch.Tensor:
-        try:
-            return self.logits(packed)
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise InfrastructureError(
-                f"the device failed: {error}",
-                hint="run again; out of memory: lower batching.kv_memory or token_budget",
-            ) from error
-
     def _row(self, numbers: array[int]) -> torch.Tensor:
         return torch.frombuffer(numbers, dtype=torch.int64).to(self._device).unsqueeze(0)
+
+
+@contextmanager
+def _device_failures() -> Iterator[None]:
+    try:
+        yield
+    except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+        raise InfrastructureError(
+            f"the device failed: {error}",
+            hint="run again; out of memory: lower batching.kv_memory or token_budget",
+        ) from error
 
 
 def _check_finite(logits_BV: torch.Tensor, sampling: Sequence[Running]) -> None:

@@ -1,6 +1,7 @@
 """Draw one token per row of logits. Knows nothing of models or sequences.
 
-Shapes: B rows, V vocabulary, S rows that are sampled.
+Shapes: B rows, V vocabulary, S rows that are looked at together, N those of them that a rule
+applies to, K likeliest tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from hashlib import blake2b
 
 import torch
 
+from jobrunner.engine.draws import Draw
+from jobrunner.engine.penalties import forbid_ends, penalise
 from jobrunner.records import Sampling
 
 # a top-p set is nearly always inside the likeliest few tokens; sorting those is far cheaper
@@ -24,52 +27,88 @@ def uniform(draw_key: bytes, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(
-    logits_BV: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
-) -> list[int]:
+def sample(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """Draw the token of each row: the likeliest at temperature 0, else by its keyed draw.
 
-    `positions` are the indices of the drawn tokens in their outputs. A row's token depends on
-    nothing but its own logits, sampling and position.
+    None stands for the likeliest without any rule, and costs nothing but that.
+
+    A row's token depends on nothing but its own logits and draw. Its logits go through
+    penalties -> min_new_tokens -> temperature -> top_k -> top_p -> min_p, in the order and with
+    the meaning of the logits processors of these names in transformers' `generate`; presence and
+    frequency penalties, which it lacks, are those of OpenAI's API. The logits given stay as they
+    are.
     """
     tokens_B = logits_BV.argmax(dim=-1)
-    drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-    for first in range(0, len(drawn), _ROWS_AT_ONCE):
-        rows = drawn[first : first + _ROWS_AT_ONCE]
-        rows_S = torch.tensor(rows, device=logits_BV.device)
-        draws = [uniform(samplings[row].draw_key, positions[row]) for row in rows]
-        tokens_B[rows_S] = _draw(logits_BV[rows_S], [samplings[row] for row in rows], draws)
+    ruled = [(row, draw) for row, draw in enumerate(draws) if draw is not None and draw.ruled]
+    drawn = [(row, draw) for row, draw in ruled if draw.sampling.temperature > 0]
+    greedy = [(row, draw) for row, draw in ruled if draw.sampling.temperature == 0]
+    for choose, rows in ((_likeliest, greedy), (_draw, drawn)):
+        for first in range(0, len(rows), _ROWS_AT_ONCE):
+            numbers, some = zip(*rows[first : first + _ROWS_AT_ONCE], strict=True)
+            rows_S = torch.tensor(numbers, device=logits_BV.device)
+            logits_SV = logits_BV[rows_S]
+            penalise(logits_SV, some)
+            forbid_ends(logits_SV, some)
+            tokens_B[rows_S] = choose(logits_SV, some)
     tokens: list[int] = tokens_B.tolist()
     return tokens
 
 
-def _draw(
-    logits_SV: torch.Tensor, samplings: Sequence[Sampling], draws: Sequence[float]
-) -> torch.Tensor:
+def _likeliest(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    return logits_SV.argmax(dim=-1)
+
+
+def _draw(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Invert the cumulative distribution in the order of the vocabulary.
 
     The order of the vocabulary, unlike a sort by probability, stays the same when two
     probabilities that are nearly equal change places.
     """
-
-    def column(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_SV.device).unsqueeze(1)
-
-    temperature_S1 = column([sampling.temperature for sampling in samplings])
-    # the largest is 0: a tiny temperature makes the others -inf, never NaN
-    relative_SV = logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True).double()
-    weights_SV = torch.softmax(relative_SV / temperature_S1, dim=-1)
-    nucleus = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
-    if nucleus:
-        rows = torch.tensor(nucleus, device=logits_SV.device)
-        top_p_N1 = column([samplings[row].top_p for row in nucleus])
-        weights_SV[rows] = _nucleus(weights_SV[rows], top_p_N1)
+    weights_SV = weights(logits_SV, [draw.sampling for draw in draws])
     cumulative_SV = weights_SV.cumsum(dim=-1)
     total_S1 = cumulative_SV[:, -1:]
     # a draw just under 1 may round up to the total, where no token would be found
     below_S1 = torch.nextafter(total_S1, torch.zeros_like(total_S1))
-    target_S1 = torch.minimum(column(draws) * total_S1, below_S1)
+    numbers = [uniform(draw.sampling.draw_key, draw.position) for draw in draws]
+    target_S1 = torch.minimum(_column(numbers, logits_SV) * total_S1, below_S1)
     return torch.searchsorted(cumulative_SV, target_S1, right=True).squeeze(1)
+
+
+def weights(logits_SV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
+    """Weigh the tokens of each row for a draw, in float64: by temperature, top_k, top_p, min_p.
+
+    A token that is cut weighs 0, what is left is in proportion. Tokens as likely as the last one
+    that top_k or top_p keeps stay with it.
+    """
+    temperature_S1 = _column([sampling.temperature for sampling in samplings], logits_SV)
+    # the largest is 0: a tiny temperature makes the others -inf, never NaN
+    relative_SV = logits_SV.double() - logits_SV.amax(dim=-1, keepdim=True).double()
+    _keep_likeliest(relative_SV, [sampling.top_k for sampling in samplings])
+    weights_SV = torch.softmax(relative_SV / temperature_S1, dim=-1)
+    nucleus = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
+    if nucleus:
+        rows_N = torch.tensor(nucleus, device=logits_SV.device)
+        top_p_N1 = _column([samplings[row].top_p for row in nucleus], logits_SV)
+        weights_SV[rows_N] = _nucleus(weights_SV[rows_N], top_p_N1)
+    if any(sampling.min_p for sampling in samplings):
+        min_p_S1 = _column([sampling.min_p for sampling in samplings], logits_SV)
+        least_S1 = min_p_S1 * weights_SV.amax(dim=-1, keepdim=True)
+        weights_SV.masked_fill_(weights_SV < least_S1, 0.0)
+    return weights_SV
+
+
+def _keep_likeliest(logits_SV: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Put all but the `top_k` largest of each row to -inf, in place; 0 keeps all."""
+    vocabulary = logits_SV.shape[1]
+    cut = [row for row, count in enumerate(top_k) if 0 < count < vocabulary]
+    if not cut:
+        return
+    rows_N = torch.tensor(cut, device=logits_SV.device)
+    last_N1 = torch.tensor([[top_k[row] - 1] for row in cut], device=logits_SV.device)
+    largest_NK = logits_SV[rows_N].topk(max(top_k[row] for row in cut), dim=-1).values
+    least_S1 = logits_SV.new_full((logits_SV.shape[0], 1), -torch.inf)
+    least_S1[rows_N] = largest_NK.gather(1, last_N1)
+    logits_SV.masked_fill_(logits_SV < least_S1, -torch.inf)
 
 
 def _nucleus(weights_NV: torch.Tensor, top_p_N1: torch.Tensor) -> torch.Tensor:
@@ -88,3 +127,7 @@ def _threshold(sorted_NK: torch.Tensor, top_p_N1: torch.Tensor) -> torch.Tensor:
     before_NK = sorted_NK.cumsum(dim=-1) - sorted_NK
     kept_N1 = (before_NK < top_p_N1).sum(dim=-1, keepdim=True).clamp(min=1)
     return sorted_NK.gather(1, kept_N1 - 1)
+
+
+def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import repeat
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Ending, OpenText, Stopping
-from jobrunner.records import Completion, Request, RowError
+from jobrunner.records import Completion, Request, RowError, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,18 @@ class Plan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of a plan: one token per sampling chunk, in the order of the plan.
+
+    `logprobs` runs beside the tokens, None for a row that wants none; it is empty where no row
+    wants any.
+    """
+
+    tokens: Seq[int] = ()
+    logprobs: Seq[TokenLogprob | None] = ()
+
+
 class Scheduler:
     """Keeps waiting and running sequences and shares out slots, blocks and the token budget.
 
@@ -104,7 +117,7 @@ class Scheduler:
             return _completion(sequence, now, error=RowError("empty_prompt", "no token to start"))
         count, ending = sequence.stopping.replay(request.output)
         if ending is not None:
-            del sequence.tokens[sequence.prompt_length + count :]
+            sequence.cut(count)
             return _completion(sequence, now, ending=ending)
         (self._returning if sequence.output_length else self._fresh).append(sequence)
         return None
@@ -136,17 +149,18 @@ class Scheduler:
             budget -= chunks[-1].stop - chunks[-1].start
         return Plan(chunks, completions, preemptions, cached)
 
-    def commit(self, plan: Plan, tokens: Seq[int], now: float) -> list[Completion]:
-        """Book a computed plan and the tokens sampled by it, one per sampling chunk in order."""
+    def commit(self, plan: Plan, drawn: Drawn, now: float) -> list[Completion]:
+        """Book a computed plan and the tokens that were drawn by it."""
         completions: list[Completion] = []
-        sampled = iter(tokens)
+        sampled = zip(drawn.tokens, drawn.logprobs or repeat(None), strict=False)
         for chunk in plan.chunks:
             sequence = chunk.sequence
             self._advance(sequence, chunk.stop)
+            sequence.chunks += not chunk.decode
             if not chunk.samples:
                 continue
-            token = next(sampled)
-            sequence.append(token, now)
+            token, logprob = next(sampled)
+            sequence.append(token, now, logprob)
             ending = sequence.stopping.after(token)
             if ending is not None:
                 self._leave(sequence)
@@ -317,4 +331,7 @@ def _completion(
         prefill_s=first - started,
         decode_s=last - first,
         longest_gap_s=sequence.longest_gap_s,
+        request=sequence.request,
+        logprobs=() if error else tuple(sequence.logprobs),
+        chunks=sequence.chunks,
     )

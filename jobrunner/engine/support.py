@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import AutoConfig, PretrainedConfig
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, DynamicCache, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers import AutoHfQuantizer
 
-from jobrunner.engine.kv import AttentionCall
+from jobrunner.engine.kv import EVERYTHING, AttentionCall
+from jobrunner.engine.positions import untuned_length
 from jobrunner.errors import ModelError
 
-_KNOWN_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-# their frequencies follow the longest position of a whole packed row
-_ROW_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _HINT = "use a decoder-only model with full or sliding-window attention, such as Llama or Qwen"
 
 
 def read_config(folder: Path) -> PretrainedConfig:
     """Read the configuration of a local model folder; ModelError where it is unusable."""
     try:
+        _check_known(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
         raise ModelError(
             f"`{folder}` has no model configuration that transformers can read: {error}",
             hint="model.name must lead to a folder with config.json and safetensors weights",
@@ -35,49 +47,101 @@ def resolve_max_model_len(config: PretrainedConfig, requested: int | Literal["au
 
     `auto` is what the model was made for; more than that is a ModelError.
     """
-    limit: int | None = getattr(config, "max_position_embeddings", None)
+    made_for: int | None = getattr(config, "max_position_embeddings", None)
+    untuned = untuned_length(config)
+    known = [length for length in (made_for, untuned) if length is not None]
     if requested is None or requested == "auto":
-        if limit is None:
+        if not known:
             raise ModelError(
                 f"`{config.model_type}` does not say how many tokens it takes",
                 hint="set model.max_model_len",
             )
-        return limit
-    if limit is not None and requested > limit:
+        return min(known)
+    limit = min(known, default=requested)
+    if limit == made_for:
+        limit = int(limit * _stretch(config))
+    if requested > limit:
+        why = "; beyond, its attention is rescaled by position" if limit == untuned else ""
         raise ModelError(
-            f"model.max_model_len is {requested:,}, the model's limit is {limit:,}",
+            f"model.max_model_len is {requested:,}, the model's limit is {limit:,}{why}",
             hint=f"set model.max_model_len to at most {limit}",
         )
     return requested
 
 
+def _stretch(config: PretrainedConfig) -> float:
+    """How much longer than made for a text may be: dynamic scaling is there to go beyond."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return float(rope["factor"]) if rope.get("rope_type") == "dynamic" else 1.0
+
+
 def check_supported(config: PretrainedConfig) -> None:
     """Raise ModelError, with the reason, for a model that our attention cannot serve."""
-    reason = _class_problem(config) or _config_problem(config)
+    reason = _kind_problem(config) or _class_problem(config) or _layer_problem(config)
     if reason is not None:
-        raise ModelError(f"model type `{config.model_type}` cannot run here: {reason}", hint=_HINT)
+        raise refusal(config, reason)
+    _check_quantization(config)
 
 
-def check_calls(
+def check_calls(config: PretrainedConfig, calls: Sequence[AttentionCall]) -> None:
+    """Raise ModelError unless every layer of the model has called our attention in a pass.
+
+    A layer that never calls keeps what it knows of earlier tokens elsewhere.
+    """
+    layers = config.num_hidden_layers
+    if len(calls) < layers:
+        raise refusal(config, f"{len(calls)} of {layers} layers use a replaceable attention")
+
+
+def check_reach(
     config: PretrainedConfig, calls: Sequence[AttentionCall], max_model_len: int
 ) -> None:
-    """Raise ModelError unless the attention calls of a pass are all that the model attends with.
+    """Raise ModelError for a model that forgets tokens in its cache, but not in its mask.
 
-    A layer that never calls keeps its state elsewhere; a window that no call mentions would be
-    ignored.
+    Then its own answers depend on whether it uses a cache.
     """
-    if len(calls) < config.num_hidden_layers:
-        reason = f"{len(calls)} of {config.num_hidden_layers} layers use a replaceable attention"
-    elif _silent_windows(config, calls, max_model_len):
-        reason = "its attention window is known to its mask only; this is not supported yet"
-    else:
+    windows = [
+        layer.sliding_window
+        for layer in DynamicCache(config=config).layers
+        if getattr(layer, "is_sliding", False)
+    ]
+    seen = all(call.reach == EVERYTHING for call in calls)
+    if seen and windows and min(windows) < max_model_len:
+        raise refusal(config, f"its mask does not know of its window of {min(windows):,} tokens")
+
+
+def refusal(config: PretrainedConfig, reason: str) -> ModelError:
+    """Say why a model of this configuration cannot run here."""
+    return ModelError(f"model type `{config.model_type}` cannot run here: {reason}", hint=_HINT)
+
+
+def _check_known(document: dict[str, Any]) -> None:
+    kind = document.get("model_type")
+    if kind in CONFIG_MAPPING:
         return
-    raise ModelError(f"model type `{config.model_type}` cannot run here: {reason}", hint=_HINT)
+    if "auto_map" in document:
+        raise ModelError(
+            f"model type `{kind}` needs code that comes with the model; trust_remote_code stays off"
+            ": such code is never run",
+            hint=_HINT,
+        )
+    raise ModelError(
+        f"model type `{kind}` is unknown to transformers {transformers.__version__}",
+        hint="a newer transformers may know it",
+    )
+
+
+def _kind_problem(config: PretrainedConfig) -> str | None:
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        return "it takes more than text; multimodal models are not supported yet"
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if config.get_text_config() is not config:
+        return "it takes more than text; multimodal models are not supported yet"
+    return None
 
 
 def _class_problem(config: PretrainedConfig) -> str | None:
-    if config.is_encoder_decoder:
-        return "it is an encoder-decoder"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return "transformers has no causal language model for it"
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -90,37 +154,27 @@ def _class_problem(config: PretrainedConfig) -> str | None:
     return None
 
 
-def _config_problem(config: PretrainedConfig) -> str | None:
-    if hasattr(config, "text_config"):
-        return "it takes more than text; multimodal models are not supported yet"
-    foreign = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYERS
+def _layer_problem(config: PretrainedConfig) -> str | None:
+    if not hasattr(config, "num_hidden_layers"):
+        return "it is not one stack of layers"
+    foreign = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if foreign:
         return f"it has layers of type {', '.join(sorted(foreign))}"
-    rope = _rope_types(getattr(config, "rope_parameters", None)) & _ROW_DEPENDENT_ROPE
-    if rope:
-        return f"rope scaling `{min(rope)}` is not supported yet"
-    if getattr(config, "attn_temperature_tuning", False):
-        return "attention temperature tuning is not supported yet"
+    if getattr(config, "prefix_lm", False):
+        return "the tokens of its prompts look forward too"
     return None
 
 
-def _rope_types(parameters: Any) -> set[str]:
-    """The rope types of a model, which has one set of parameters or one per layer type."""
-    if not isinstance(parameters, dict):
-        return set()
-    own = {parameters["rope_type"]} if "rope_type" in parameters else set()
-    return own.union(*map(_rope_types, parameters.values()))
-
-
-def _silent_windows(
-    config: PretrainedConfig, calls: Sequence[AttentionCall], max_model_len: int
-) -> bool:
-    layer_types: Sequence[str] = getattr(config, "layer_types", None) or ()
-    chunk: int | None = getattr(config, "attention_chunk_size", None)
-    if "chunked_attention" in layer_types and chunk is not None and chunk < max_model_len:
-        return True
-    window: int | None = getattr(config, "sliding_window", None)
-    if window is None or window >= max_model_len or not getattr(config, "use_sliding_window", True):
-        return False
-    expected = layer_types.count("sliding_attention") if layer_types else 1
-    return sum(call.window is not None for call in calls) < expected
+def _check_quantization(config: PretrainedConfig) -> None:
+    """Raise ModelError where what a quantised checkpoint needs is not here."""
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return
+    method = dict(quantization).get("quant_method")
+    try:
+        AutoHfQuantizer.from_config(quantization).validate_environment(device_map=None)
+    except (ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(
+            f"the checkpoint is quantised by `{method}`, which does not load here: {error}",
+            hint="install what the method needs, or use the checkpoint before quantisation",
+        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobrunner.engine.attention.hook import AttentionOptions, Piece, attach
+from jobrunner.engine.attention.hook import AttentionOptions, Piece, UnservedError, attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, decode_groups
-from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
+from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach, bytes_per_token
 from jobrunner.engine.runner import Packed, TransformersRunner
 
 HEADS, KV_HEADS, KEY_WIDTH, VALUE_WIDTH = 4, 2, 8, 6
-CALL = AttentionCall(KV_HEADS, KEY_WIDTH, VALUE_WIDTH, None)
+CALL = AttentionCall(KV_HEADS, KEY_WIDTH, VALUE_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,20 @@ def random_tokens(length: int, generator: torch.Generator) -> Tokens:
     return Tokens(heads(HEADS, KEY_WIDTH), heads(KV_HEADS, KEY_WIDTH), heads(KV_HEADS, VALUE_WIDTH))
 
 
-def plain_attention(tokens: Tokens, options: AttentionOptions) -> torch.Tensor:
+def plain_attention(
+    tokens: Tokens, options: AttentionOptions, reach: Reach = EVERYTHING
+) -> torch.Tensor:
     """What each token attends to, one token at a time, `[length, heads, width]`."""
     out = torch.empty(tokens.q.shape[1], HEADS, VALUE_WIDTH)
     keys = tokens.k.repeat_interleave(HEADS // KV_HEADS, dim=0)
     values = tokens.v.repeat_interleave(HEADS // KV_HEADS, dim=0)
     rest = torch.zeros(HEADS, 1) if options.sinks is None else options.sinks.exp().view(HEADS, 1)
     for row in range(out.shape[0]):
-        first = 0 if options.window is None else max(0, row - options.window + 1)
+        first = 0
+        if reach.window is not None:
+            first = max(0, row - reach.window + 1)
+        if reach.chunk is not None:
+            first = row - row % reach.chunk
         seen = slice(first, row + 1)
         scores = torch.einsum("hd,hsd->hs", tokens.q[:, row], keys[:, seen]) * options.scale
         if options.softcap is not None:
@@ -55,12 +61,17 @@ def plain_attention(tokens: Tokens, options: AttentionOptions) -> torch.Tensor:
 
 
 def paged_attention(
-    sequences: list[Tokens], chunks: list[int], block_size: int, options: AttentionOptions
+    sequences: list[Tokens],
+    chunks: list[int],
+    block_size: int,
+    options: AttentionOptions,
+    reach: Reach = EVERYTHING,
 ) -> list[torch.Tensor]:
     """The same by our backend: every sequence goes on by its own chunk size each pass."""
     lengths = [tokens.q.shape[1] for tokens in sequences]
     width = -(-max(lengths) // block_size)
-    pool = KvPool([CALL], width * len(sequences), block_size, torch.float32, torch.device("cpu"))
+    call = replace(CALL, reach=reach)
+    pool = KvPool([call], width * len(sequences), block_size, torch.float32, torch.device("cpu"))
     attention = TorchPagedAttention(pool, torch.device("cpu"))
     order = torch.randperm(width * len(sequences), generator=torch.Generator().manual_seed(1))
     tables = order.view(len(sequences), width).tolist()
@@ -93,22 +104,24 @@ def paged_attention(
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 25), st.integers(1, 12)), min_size=1, max_size=5),
     block_size=st.integers(1, 5),
-    window=st.none() | st.integers(1, 12),
+    reach=st.just(EVERYTHING)
+    | st.builds(Reach, window=st.integers(1, 12))
+    | st.builds(Reach, chunk=st.integers(1, 12)),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
 )
-def test_chunks_and_decodes_equal_plain_attention(shapes, block_size, window, softcap, sinks):
+def test_chunks_and_decodes_equal_plain_attention(shapes, block_size, reach, softcap, sinks):
     generator = torch.Generator().manual_seed(3)
     sequences = [random_tokens(length, generator) for length, _ in shapes]
     options = AttentionOptions(
         scale=0.3,
-        window=window,
         softcap=softcap,
         sinks=torch.linspace(-1, 1, HEADS) if sinks else None,
     )
-    paged = paged_attention(sequences, [chunk for _, chunk in shapes], block_size, options)
+    paged = paged_attention(sequences, [chunk for _, chunk in shapes], block_size, options, reach)
     for tokens, actual in zip(sequences, paged, strict=True):
-        torch.testing.assert_close(actual, plain_attention(tokens, options), atol=1e-5, rtol=1e-4)
+        expected = plain_attention(tokens, options, reach)
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_contexts_of_very_different_length_decode_in_one_pass():
@@ -149,12 +162,12 @@ def llama() -> torch.nn.Module:
 def test_an_attention_argument_we_do_not_know_is_refused(arguments, reason):
     model = llama()
     device = torch.device("cpu")
-    pool = KvPool([AttentionCall(1, 8, 8, None)], 1, 4, torch.float32, device)
+    pool = KvPool([AttentionCall(1, 8, 8)], 1, 4, torch.float32, device)
     attention = TorchPagedAttention(pool, device)
     attach(model, attention)
     attention.begin([Piece(0, 2, [0])])
     ids = torch.tensor([[1, 2]])
-    with pytest.raises(NotImplementedError, match=reason):
+    with pytest.raises(UnservedError, match=reason):
         model(input_ids=ids, position_ids=torch.tensor([[0, 1]]), use_cache=False, **arguments)
 
 
@@ -163,7 +176,7 @@ def test_two_models_in_one_process_keep_their_own_memory():
     runners = []
     for _ in range(2):
         model = llama()
-        pool = KvPool([AttentionCall(1, 8, 8, None)], 1, 4, torch.float32, device)
+        pool = KvPool([AttentionCall(1, 8, 8)], 1, 4, torch.float32, device)
         attention = TorchPagedAttention(pool, device)
         attach(model, attention)
         runners.append((TransformersRunner(model, attention, device), pool))

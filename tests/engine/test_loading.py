@@ -9,25 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BloomConfig,
-    FalconConfig,
-    LlamaConfig,
-    MambaConfig,
-    PhimoeConfig,
-    Qwen3NextConfig,
-    T5Config,
-)
+from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PhimoeConfig
 
+from jobrunner.engine import loading
+from jobrunner.engine.attention.hook import UnservedError
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.devices import cpu_has_bfloat16, resolve_device, resolve_dtype
 from jobrunner.engine.loading import load_model, open_engine, read_model_info, resolve_limits
 from jobrunner.engine.proof import prove
 from jobrunner.engine.scheduler import Limits
-from jobrunner.engine.support import read_config, resolve_max_model_len
+from jobrunner.engine.support import resolve_max_model_len
 from jobrunner.errors import ModelError
-from tests.fakes import LetterText
-from tests.tiny import save_model, tiny_llama
+from jobrunner.records import Request, RowId, Sampling
+from tests.equality import compare_with_generate
+from tests.fakes import FakeRequests, LetterText
+from tests.tiny import save_model, shrunk, tiny_llama
 
 SMALL = {
     "vocab_size": 40,
@@ -120,45 +116,6 @@ def test_a_gpu_that_is_asked_for_and_absent_is_refused():
         resolve_device("cuda")
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (T5Config(), "it is an encoder-decoder"),
-        (BloomConfig(), "its attention cannot be replaced"),
-        (FalconConfig(), "its attention cannot be replaced"),
-        (Qwen3NextConfig(), "layers of type linear_attention"),
-        (
-            LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rope scaling `dynamic` is not supported yet",
-        ),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_a_model_that_cannot_run_is_refused_before_its_weights_are_read(
-    tmp_path: Path, config, reason: str
-):
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=reason) as refusal:
-        info(tmp_path)
-    assert refusal.value.hint
-
-
-def test_a_state_space_model_is_refused(tmp_path: Path):
-    config = MambaConfig(vocab_size=40, hidden_size=16, state_size=4, num_hidden_layers=2)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="its forward pass takes no `position_ids`"):
-        info(tmp_path, max_model_len=64)
-
-
-def test_a_window_that_only_the_mask_knows_is_refused(tmp_path: Path):
-    config = PhimoeConfig(
-        **SMALL, sliding_window=32, max_position_embeddings=64, num_local_experts=2
-    )
-    save_model(tmp_path, config)
-    with pytest.raises(ModelError, match="window is known to its mask only"):
-        open_tiny(tmp_path)
-
-
 def test_a_window_no_row_can_reach_is_no_obstacle(tmp_path: Path):
     config = PhimoeConfig(
         **SMALL, sliding_window=64, max_position_embeddings=64, num_local_experts=2
@@ -166,16 +123,64 @@ def test_a_window_no_row_can_reach_is_no_obstacle(tmp_path: Path):
     assert open_tiny(save_model(tmp_path, config)).max_model_len == 64
 
 
-def test_a_folder_without_a_configuration_is_refused(tmp_path: Path):
-    with pytest.raises(ModelError, match="no model configuration"):
-        read_config(tmp_path)
+def test_what_is_known_without_weights_is_what_an_engine_has(llama: Path):
+    before, loaded = info(llama), open_tiny(llama)
+    assert before.kv_bytes_per_token == loaded.kv_bytes_per_token
+    assert (before.architecture, before.layers) == ("LlamaForCausalLM", 3)
+    model = load_model(llama, "float32", "cpu")
+    assert before.parameters == sum(tensor.numel() for tensor in model.parameters())
+    assert before.weight_bytes == 4 * before.parameters
+    assert info(llama, dtype="bfloat16").weight_bytes == 2 * before.parameters
+    assert info(llama, dtype="float16").kv_bytes_per_token == loaded.kv_bytes_per_token // 2
 
 
-def test_weights_that_could_run_code_are_not_loaded(tmp_path: Path):
-    LlamaConfig(**SMALL).save_pretrained(tmp_path)
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="holds no safetensors weights"):
-        load_model(tmp_path, "float32", "cpu")
+def test_kv_of_keys_wider_than_values_is_known_without_weights(tmp_path: Path):
+    save_model(tmp_path, shrunk(DeepseekV3Config))
+    # 4 layers of 4 heads: keys of 8 + 4, values of 6 numbers of 4 bytes
+    assert info(tmp_path).kv_bytes_per_token == 4 * 4 * (12 + 6) * 4
+    assert open_tiny(tmp_path).kv_bytes_per_token == 4 * 4 * (12 + 6) * 4
+
+
+def test_a_model_bigger_than_memory_is_refused_before_loading_with_both_figures(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+):
+    needed = info(llama).weight_bytes + 16 * info(llama).kv_bytes_per_token
+    monkeypatch.setattr(loading, "available_memory", lambda: needed - 1)
+    with pytest.raises(ModelError, match=rf"needs {needed:,} bytes .* free are {needed - 1:,}"):
+        info(llama)
+    monkeypatch.setattr(loading, "available_memory", lambda: needed)
+    info(llama)
+
+
+def test_float16_works_on_a_cpu(tmp_path: Path):
+    folder = tiny_llama(tmp_path, initializer_range=0.05)
+    loaded = open_engine(
+        folder,
+        open_text=lambda: LetterText(str),
+        dtype="float16",
+        device="cpu",
+        kv_memory=2**20,
+        max_batch_size=4,
+    )
+    rows = [Request(RowId("s", n), [n + 1] * (3 * n + 1), Sampling(5)) for n in range(4)]
+    done = [c for step in loaded.engine.run(FakeRequests(rows)) for c in step.completions]
+    assert [len(completion.tokens) for completion in done] == [5] * 4
+
+
+def test_a_checkpoint_in_fp8_answers_as_it_does_dequantised(tmp_path: Path):
+    folder = tiny_llama(tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name in [name for name in tensors if "_proj" in name]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 16), -(-columns // 16))
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(config))
+    verdict = compare_with_generate(folder)
+    assert verdict.equal, verdict.difference
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tmp_path: Path):
@@ -229,17 +234,17 @@ class DecodesTooFar(TorchPagedAttention):
 def test_the_proof_at_load_catches_a_broken_attention(llama: Path, broken):
     model = load_model(llama, "float32", "cpu")
     with pytest.raises(ModelError, match="computes other logits with paged attention"):
-        prove(model, broken, block_size=4)
+        prove(model, broken, block_size=4, max_model_len=64)
 
 
 def test_the_proof_names_what_an_attention_cannot_do(llama: Path):
     class Refuses(TorchPagedAttention):
         def attend(self, *arguments):
-            raise NotImplementedError("no such thing")
+            raise UnservedError("no such thing")
 
     model = load_model(llama, "float32", "cpu")
-    with pytest.raises(ModelError, match="does not run with paged attention: no such thing"):
-        prove(model, Refuses, block_size=4)
+    with pytest.raises(ModelError, match="with paged attention it fails: no such thing"):
+        prove(model, Refuses, block_size=4, max_model_len=64)
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path: Path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.engine.memory import available_memory, kv_block_count
+from jobrunner.engine.memory import available_memory, check_fits, kv_block_count
 from jobrunner.errors import ModelError
 
 GIB = 1024**3
@@ -39,6 +39,13 @@ def test_auto_takes_no_more_than_is_spare():
 def test_memory_of_no_block_is_refused():
     with pytest.raises(ModelError, match=r"1,599 bytes holds no block of 16 tokens \(1,600 bytes"):
         blocks(1599)
+
+
+def test_weights_and_one_block_of_kv_must_fit():
+    check_fits(900, 100, 1000)
+    with pytest.raises(ModelError, match=r"needs 1,001 bytes .* free are 1,000") as refusal:
+        check_fits(901, 100, 1000)
+    assert refusal.value.hint
 
 
 def system(root: Path, groups: str, files: dict[str, str]) -> Path:

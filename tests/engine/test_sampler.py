@@ -1,22 +1,40 @@
-"""Drawing tokens: greedy, temperature, top-p, keyed draws."""
+"""Drawing tokens: greedy, temperature, top-k, top-p, min-p, keyed draws, mixed in one batch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from jobrunner.engine.sampler import sample, uniform
+from jobrunner.engine.draws import Draw, Occurrences
+from jobrunner.engine.sampler import sample, uniform, weights
 from jobrunner.records import Sampling
 
 GREEDY = Sampling(1)
 
 
-def drawn(temperature: float = 1.0, top_p: float = 1.0, key: bytes = b"k") -> Sampling:
-    return Sampling(1, temperature=temperature, top_p=top_p, draw_key=key)
+def drawn(
+    temperature: float = 1.0, top_p: float = 1.0, key: bytes = b"k", **more: float
+) -> Sampling:
+    return Sampling(1, temperature=temperature, top_p=top_p, draw_key=key, **more)  # type: ignore[arg-type]
+
+
+def sampled(
+    logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]
+) -> list[int]:
+    return sample(logits, [Draw(*pair) for pair in zip(samplings, positions, strict=True)])
 
 
 def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
@@ -25,7 +43,7 @@ def chi_square(observed: torch.Tensor, expected: torch.Tensor) -> float:
 
 def counts(logits: torch.Tensor, sampling: Sampling, draws: int) -> torch.Tensor:
     rows = logits.expand(draws, -1)
-    tokens = sample(rows, [sampling] * draws, list(range(draws)))
+    tokens = sampled(rows, [sampling] * draws, range(draws))
     return torch.bincount(torch.tensor(tokens), minlength=logits.shape[0]).double()
 
 
@@ -50,11 +68,11 @@ def slow_reference(logits: list[float], sampling: Sampling, position: int) -> in
 
 
 def test_greedy_takes_the_likeliest():
-    assert sample(torch.tensor([[0.0, 3.0, 1.0], [5.0, 4.0, 1.0]]), [GREEDY] * 2, [0, 0]) == [1, 0]
+    assert sampled(torch.tensor([[0.0, 3.0, 1.0], [5.0, 4.0, 1.0]]), [GREEDY] * 2, [0, 0]) == [1, 0]
 
 
 def test_no_rows_no_tokens():
-    assert sample(torch.empty(0, 7), [], []) == []
+    assert sampled(torch.empty(0, 7), [], []) == []
 
 
 def test_the_uniform_number_depends_on_key_and_position_alone():
@@ -88,34 +106,141 @@ def test_top_p_keeps_the_smallest_set_and_its_proportions():
     assert chi_square(observed[[1, 3, 4]], expected) < 13.8
 
 
-def test_the_least_top_p_is_greedy():
-    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
-    assert sample(logits, [drawn(top_p=1e-9)] * 5, [0] * 5) == logits.argmax(dim=-1).tolist()
-
-
 def test_a_tiny_temperature_is_greedy():
     logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
-    assert sample(logits, [drawn(1e-6)] * 5, [0] * 5) == logits.argmax(dim=-1).tolist()
+    assert sampled(logits, [drawn(1e-6)] * 5, [0] * 5) == logits.argmax(dim=-1).tolist()
 
 
 def test_a_wide_nucleus_over_a_large_vocabulary_is_found():
     logits = torch.zeros(1, 3000)
-    tokens = {sample(logits, [drawn(top_p=0.9)], [position])[0] for position in range(300)}
+    tokens = {sampled(logits, [drawn(top_p=0.9)], [position])[0] for position in range(300)}
     assert max(tokens) > 2000
 
 
-def test_a_row_depends_on_nothing_but_itself():
+def mixed_draw(row: int, vocabulary: int) -> Draw:
+    """A draw with some of all the rules, another for each row."""
+    generator = torch.Generator().manual_seed(row)
+    seen = torch.randint(vocabulary, (30,), generator=generator).tolist()
+    sampling = Sampling(
+        9,
+        temperature=[0.0, 0.5 + row / 40][row % 3 > 0],
+        top_p=[1.0, 0.95][row % 2],
+        top_k=[0, 1, 40, vocabulary + 1, 7][row % 5],
+        min_p=[0.0, 0.02, 0.0][row % 3],
+        repetition_penalty=[1.0, 1.3, 0.8, 1.0][row % 4],
+        presence_penalty=[0.0, 0.5][row % 7 == 1],
+        frequency_penalty=[0.0, -0.2][row % 7 == 2],
+        min_new_tokens=[0, 5][row % 11 == 3],
+        stop_ids=frozenset(range(row)),
+        draw_key=bytes([row]),
+    )
+    penalised = row % 4 in (1, 2) or row % 7 in (1, 2)
+    return Draw(sampling, row % 6, Occurrences(seen[:20], seen[20:]) if penalised else None)
+
+
+def test_case_P_a_row_depends_on_nothing_but_itself():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(70, 1000, generator=generator)
-    samplings = [
-        GREEDY if row % 3 == 0 else drawn(0.5 + row / 40, 1.0 if row % 2 else 0.95, bytes([row]))
-        for row in range(70)
-    ]
-    together = sample(logits, samplings, list(range(70)))
-    alone = [sample(logits[row : row + 1], [samplings[row]], [row])[0] for row in range(70)]
-    order = list(reversed(range(70)))
-    turned = sample(logits[order], [samplings[row] for row in order], order)
-    assert together == alone == list(reversed(turned))
+    draws = [mixed_draw(row, 1000) for row in range(70)]
+    together = sample(logits, draws)
+    alone = [sample(logits[row : row + 1], [draws[row]])[0] for row in range(70)]
+    order = torch.randperm(70, generator=generator).tolist()
+    turned = sample(logits[order], [draws[row] for row in order])
+    assert together == alone
+    assert turned == [together[row] for row in order]
+    for size in (2, 4, 33):
+        parts: list[int] = []
+        for first in range(0, 70, size):
+            parts += sample(logits[first : first + size], draws[first : first + size])
+        assert parts == together
+
+
+def test_the_logits_given_stay_as_they_are():
+    logits = torch.randn(40, 100, generator=torch.Generator().manual_seed(3))
+    before = logits.clone()
+    sample(logits, [mixed_draw(row, 100) for row in range(40)])
+    assert torch.equal(logits, before)
+
+
+def test_logits_of_inference_mode_can_be_sampled():
+    with torch.inference_mode():
+        logits = torch.randn(12, 100)
+    assert len(sample(logits, [mixed_draw(row, 100) for row in range(12)])) == 12
+
+
+class Operations(TorchDispatchMode):
+    """Notes the tensor operations that are run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.names.append(operation.name())
+        return operation(*args, **(kwargs or {}))
+
+
+def test_greedy_rows_without_rules_cost_one_argmax():
+    logits = torch.randn(50, 100)
+    with Operations() as operations:
+        sample(logits, [None] * 25 + [Draw(GREEDY)] * 25)
+    assert operations.names == ["aten::argmax"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    logits=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, 45),
+    top_p=st.integers(1, 100),
+    min_p=st.integers(0, 100),
+)
+def test_weights_equal_those_of_transformers(logits, temperature, top_k, top_p, min_p):
+    sampling = drawn(temperature, top_p / 100, top_k=top_k, min_p=min_p / 100)
+    row = torch.tensor([logits], dtype=torch.float64) / 8
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p < 100:
+        warpers.append(TopPLogitsWarper(top_p / 100))
+    if min_p:
+        warpers.append(MinPLogitsWarper(min_p / 100))
+    expected = torch.softmax(warpers(torch.empty(1, 0), row), dim=-1)
+    actual = weights(row.clone(), [sampling])
+    assert torch.equal(actual > 0, expected > 0)
+    torch.testing.assert_close(actual / actual.sum(), expected)
+
+
+def test_top_k_keeps_so_many_and_their_proportions():
+    probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    observed = counts(probabilities.log(), drawn(top_k=3), 20_000)
+    assert observed[[0, 2]].sum() == 0
+    expected = 20_000 * torch.tensor([0.4, 0.3, 0.15], dtype=torch.float64) / 0.85
+    # 2 degrees of freedom, once in a thousand keys
+    assert chi_square(observed[[1, 3, 4]], expected) < 13.8
+
+
+def test_min_p_keeps_what_is_not_far_below_the_likeliest():
+    probabilities = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    observed = counts(probabilities.log(), drawn(min_p=0.3), 20_000)
+    assert observed[[0, 2]].sum() == 0
+    expected = 20_000 * torch.tensor([0.4, 0.3, 0.15], dtype=torch.float64) / 0.85
+    # 2 degrees of freedom, once in a thousand keys
+    assert chi_square(observed[[1, 3, 4]], expected) < 13.8
+
+
+def test_top_p_counts_what_top_k_has_left():
+    # of the two that are left, the first has 0.8; of all, 0.52
+    logits = torch.tensor([[0.4, 0.1, 0.09, 0.09, 0.09]]).log()
+    kept = weights(logits, [drawn(top_p=0.75, top_k=2)]) > 0
+    assert kept.tolist() == [[True, False, False, False, False]]
+
+
+@pytest.mark.parametrize("rule", [{"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}])
+def test_the_tightest_cut_is_greedy(rule):
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(1))
+    tokens = sampled(logits, [drawn(**rule)] * 5, [0] * 5)
+    assert tokens == logits.argmax(dim=-1).tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,10 +254,10 @@ def test_the_draw_equals_a_slow_reference(logits, temperature, top_p, position):
     sampling = drawn(temperature, top_p)
     row = [logit / 8 for logit in logits]
     expected = slow_reference(row, sampling, position)
-    assert sample(torch.tensor([row]), [sampling], [position]) == [expected]
+    assert sampled(torch.tensor([row]), [sampling], [position]) == [expected]
 
 
 def test_the_smallest_temperature_draws_a_token_that_exists():
     logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
-    [token] = sample(logits_BV, [Sampling(8, temperature=1e-320, draw_key=b"k")], [0])
+    [token] = sampled(logits_BV, [Sampling(8, temperature=1e-320, draw_key=b"k")], [0])
     assert token == int(logits_BV.argmax())

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
-from jobrunner.engine.scheduler import Limits, Plan, Scheduler
+from jobrunner.engine.scheduler import Drawn, Limits, Plan, Scheduler
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
 
@@ -47,7 +49,7 @@ class Bench:
         self.plans: list[Plan] = []
         self.engine = Engine(self.scheduler, self, clock=FakeClock())
 
-    def run(self, plan: Plan) -> list[int]:
+    def run(self, plan: Plan) -> Drawn:
         check_plan(plan, self.limits)
         self.plans.append(plan)
         return self.runner.run(plan)
@@ -139,6 +141,59 @@ def test_every_row_ends_with_the_tokens_it_gets_alone(
             ended = "stop" if expected[-1] == 0 else "length"
             assert completion.finish_reason == ended
             assert completion.prompt_tokens == len(each.prompt)
+
+
+@SETTINGS
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 2), min_size=1, max_size=12),
+            st.integers(0, 12),
+            st.integers(0, 20),
+            st.none() | st.integers(0, 3),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    samples=st.integers(1, 3),
+    blocks=st.integers(9, 20),
+    batch=st.integers(1, 5),
+)
+def test_every_sample_of_a_row_ends_with_its_own_tokens_and_log_probabilities(
+    rows, samples, blocks, batch
+):
+    bench = Bench(blocks=blocks, batch=batch)
+    requests = []
+    for index, (prompt, min_new_tokens, resumed, logprobs) in enumerate(rows):
+        for sample in range(samples):
+            sampling = Sampling(
+                20,
+                temperature=1.0,
+                stop_ids=frozenset({0, 1, 2, 3}),
+                draw_key=bytes([sample]),
+                min_new_tokens=min_new_tokens,
+                logprobs=logprobs,
+            )
+            fresh = Request(RowId("s", index), prompt, sampling, sample=sample, samples=samples)
+            count = resumed * (sample + 1) // samples
+            requests.append(
+                replace(
+                    fresh,
+                    output=bench.runner.alone(fresh)[:count],
+                    logprobs=bench.runner.alone_logprobs(fresh)[:count],
+                )
+            )
+    done = [completion for step in bench.serve(requests) for completion in step.completions]
+    assert sorted((completion.id, completion.request.sample) for completion in done) == sorted(
+        (request.id, request.sample) for request in requests
+    )
+    for completion in done:
+        assert any(completion.request is request for request in requests)
+        assert completion.error is None
+        assert list(completion.tokens) == bench.runner.alone(completion.request)
+        assert list(completion.logprobs) == bench.runner.alone_logprobs(completion.request)
+        least = completion.request.sampling.min_new_tokens
+        assert all(token > 3 for token in completion.tokens[:least])
 
 
 def test_an_unshared_prompt_takes_as_many_full_chunks_as_it_must():
@@ -351,3 +406,76 @@ def test_batches_never_exceed_the_slots():
     steps = bench.serve([request(index, [index] * 5, 6) for index in range(12)])
     assert max(step.running for step in steps) == 3
     assert max(step.batch_size for step in steps) == 3
+
+
+def test_partials_of_one_row_are_told_apart_by_their_sample():
+    bench = Bench()
+    rows = [
+        Request(RowId("s", 0), [1, 2], Sampling(9, logprobs=2), sample=sample, samples=2)
+        for sample in range(2)
+    ]
+    run = bench.engine.run(FakeRequests(rows))
+    next(run), next(run)
+    tokens = bench.runner.alone(rows[0])[:2]
+    logprobs = tuple(bench.runner.alone_logprobs(rows[0])[:2])
+    assert bench.engine.partials() == [
+        Partial(RowId("s", 0), tokens, 1, sample=sample, logprobs=logprobs) for sample in range(2)
+    ]
+
+
+def test_resumed_log_probabilities_past_the_end_are_cut_with_their_tokens():
+    bench = Bench()
+    whole = request(0, [1], 9, stop_ids=frozenset(), logprobs=0)
+    resumed = replace(
+        request(0, [1], 3, stop_ids=frozenset(), logprobs=0),
+        output=bench.runner.alone(whole)[:5],
+        logprobs=bench.runner.alone_logprobs(whole)[:5],
+    )
+    done = completions(bench.serve([resumed]))[0]
+    assert list(done.tokens) == bench.runner.alone(whole)[:3]
+    assert list(done.logprobs) == bench.runner.alone_logprobs(whole)[:3]
+
+
+def test_resumed_tokens_without_their_log_probabilities_are_refused():
+    bench = Bench()
+    with pytest.raises(ValueError, match="2 tokens and 0 log-probabilities"):
+        bench.serve([request(0, [1], 9, output=[4, 5], logprobs=0)])
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(15, 1), (16, 1), (17, 2), (48, 3)])
+def test_a_completion_counts_the_pieces_of_its_prompt(length: int, chunks: int):
+    bench = Bench(budget=16, chunk=16)
+    done = completions(bench.serve([request(0, range(1, length + 1), 3)]))
+    assert done[0].chunks == chunks
+
+
+def test_pieces_that_a_preemption_makes_count_again():
+    bench = Bench(blocks=6, block_size=4, batch=2, prefix_cache=False)
+    requests = [request(index, [index] * 8, 12, stop_ids=frozenset()) for index in range(2)]
+    done = completions(bench.serve(requests))
+    assert (done[0].chunks, done[1].chunks) == (1, 2)
+
+
+def test_a_row_that_repeats_itself_ends_and_keeps_its_tokens():
+    bench = Bench()
+    bench.runner = FakeRunner(4, vocabulary=[7])
+    done = completions(bench.serve([request(0, [1], 50, stop_on_repetition=6)]))[0]
+    assert (done.tokens, done.finish_reason) == ([7] * 6, "repetition")
+
+
+def test_tokens_are_counted_only_for_rows_with_penalties():
+    bench = Bench()
+    rows = [
+        request(0, [5, 6], 4, stop_ids=frozenset()),
+        request(1, [5, 6], 4, stop_ids=frozenset(), repetition_penalty=1.5),
+        request(2, [5, 6], 4, stop_ids=frozenset(), presence_penalty=0.5, output=[9]),
+    ]
+    for _ in bench.engine.run(FakeRequests(rows)):
+        for sequence in bench.scheduler.unfinished():
+            output, held = sequence.output, sequence.occurrences
+            index = sequence.request.id.index
+            assert (held is None) == (index == 0)
+            if held is not None:
+                expected = {5, 6, *output} if index == 1 else {*output}
+                counted = dict(zip(held.tokens, held.counts, strict=True))
+                assert counted == {token: output.count(token) for token in expected}

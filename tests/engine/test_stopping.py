@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobrunner.engine.stopping import Ending, Stopping
 from jobrunner.records import Sampling
 from tests.fakes import LetterText
 
-SPELLING = {1: "ABC", 2: "DEF", 3: "D", 4: "E", 5: "x", 6: "", 7: "aXbY", 9: "</s>"}
+SPELLING = {1: "ABC", 2: "DEF", 3: "D", 4: "E", 5: "x", 6: "", 7: "aXbY", 8: "", 9: "</s>"}
 
 
 def stopping(max_new_tokens: int = 100, **sampling: object) -> Stopping:
@@ -68,3 +70,87 @@ def test_no_text_is_opened_without_stop_strings():
         raise AssertionError("opened")
 
     assert Stopping(Sampling(2), open_text).replay([1]) == (1, None)
+
+
+@pytest.mark.parametrize("end", [8, 9])
+def test_no_end_id_ends_the_first_tokens(end: int):
+    early = stopping(min_new_tokens=2, stop_ids=frozenset({8, 9}), max_new_tokens=9)
+    assert ending_of([end, end], early) == (2, None)
+    assert early.after(end) == Ending("stop")
+
+
+def test_no_stop_string_ends_the_first_tokens():
+    early = stopping(min_new_tokens=2, stop=("DE", "X"))
+    # one is whole in the first token, one in the second: both are passed over for good
+    assert early.replay([7, 2, 5, 5]) == (4, None)
+    assert early.after(2) == Ending("stop", "DE")
+
+
+def test_a_stop_string_that_begins_early_may_end_the_text_later():
+    assert ending_of([5, 3, 4], stopping(min_new_tokens=2, stop=("DE",))) == (
+        3,
+        Ending("stop", "DE"),
+    )
+
+
+def test_a_short_stop_string_that_was_passed_over_is_not_found_again_in_what_is_kept():
+    early = stopping(min_new_tokens=1, stop=("DE", "DEFxxxxx"))
+    assert ending_of([2, 5, 5, 5], early) == (4, None)
+
+
+def test_the_length_ends_a_text_before_its_least_length():
+    assert ending_of([1, 1, 1], stopping(2, min_new_tokens=5)) == (2, Ending("length"))
+
+
+def test_a_text_that_repeats_itself_ends_there():
+    assert ending_of([1, 5, 5, 5, 5], stopping(stop_on_repetition=3)) == (
+        4,
+        Ending("repetition"),
+    )
+
+
+def test_repetition_is_off_by_default():
+    assert ending_of([5] * 99, stopping()) == (99, None)
+
+
+def test_repetition_does_not_end_the_first_tokens_but_counts_them():
+    assert ending_of([5] * 9, stopping(min_new_tokens=5, stop_on_repetition=3)) == (
+        6,
+        Ending("repetition"),
+    )
+
+
+def test_a_stop_is_named_before_a_repetition_and_that_before_the_length():
+    sampling = {"max_new_tokens": 3, "stop_on_repetition": 3}
+    assert ending_of([5] * 3, stopping(**sampling, stop=("xxx",)))[1] == Ending("stop", "xxx")
+    assert ending_of([5] * 3, stopping(**sampling))[1] == Ending("repetition")
+
+
+@given(
+    tokens=st.lists(st.sampled_from([1, 2, 3, 4, 5, 8]), max_size=30),
+    resumed=st.integers(0, 30),
+    min_new_tokens=st.integers(0, 10),
+    repetition=st.integers(0, 9),
+)
+def test_replayed_tokens_end_a_text_where_they_would_have_ended_it(
+    tokens, resumed, min_new_tokens, repetition
+):
+    sampling = {
+        "max_new_tokens": 25,
+        "min_new_tokens": min_new_tokens,
+        "stop": ("DEx", "xx"),
+        "stop_ids": frozenset({8}),
+        "stop_on_repetition": repetition,
+    }
+    whole = stopping(**sampling)
+    expected = next(
+        ((place, end) for place, token in enumerate(tokens, 1) if (end := whole.after(token))),
+        (len(tokens), None),
+    )
+    parted = stopping(**sampling)
+    count, ending = parted.replay(tokens[:resumed])
+    for token in () if ending else tokens[resumed:]:
+        count, ending = count + 1, parted.after(token)
+        if ending:
+            break
+    assert (count, ending) == expected

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from jobrunner.engine.loading import LoadedEngine, open_engine
+from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowId, Sampling, Step, TextStream
 from tests.fakes import FakeRequests, LetterText
 from tests.tiny import VOCABULARY, save_model, tiny_llama
@@ -51,7 +52,9 @@ def serve(folder: Path, requests: Sequence[Request], **settings) -> tuple[list[S
     return steps, done
 
 
-def generate(folder: Path, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS) -> list:
+def generate(
+    folder: Path, prompts: Sequence[Sequence[int]], count: int = NEW_TOKENS, **options
+) -> list:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
@@ -63,8 +66,8 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], count: int = NEW_TO
             attention_mask=torch.ones_like(ids),
             max_new_tokens=count,
             do_sample=False,
-            eos_token_id=None,
             pad_token_id=0,
+            **{"eos_token_id": None, **options},
         )
         outputs.append(whole[0, len(prompt) :].tolist())
     return outputs
@@ -188,6 +191,122 @@ def test_sampled_rows_do_not_depend_on_batch_order_or_resume(llama: Path):
     tokens = [together[index].tokens for index in range(9)]
     for other in (turned, alone, resumed):
         assert [other[index].tokens for index in range(9)] == tokens
+
+
+MIXED = [
+    Sampling(NEW_TOKENS),
+    Sampling(NEW_TOKENS, temperature=1.5, top_k=5, draw_key=b"a"),
+    Sampling(NEW_TOKENS, repetition_penalty=1.4, presence_penalty=0.5),
+    Sampling(NEW_TOKENS, temperature=1.2, draw_key=b"b"),
+    Sampling(NEW_TOKENS, temperature=1.0, frequency_penalty=1.0, min_p=0.05, draw_key=b"c"),
+    Sampling(NEW_TOKENS, stop=("a", "b", "0", "1", "2", "Q", "R", "S", "d", "Y")),
+    Sampling(NEW_TOKENS, min_new_tokens=6, stop_ids=frozenset(range(0, VOCABULARY, 3))),
+    Sampling(NEW_TOKENS, temperature=0.9, top_p=0.8, logprobs=3, draw_key=b"d"),
+    Sampling(NEW_TOKENS),
+]
+
+
+def test_case_P_rows_of_all_kinds_do_not_depend_on_their_batch(llama: Path):
+    prompts = random_prompts(len(MIXED), seed=8)
+    rows = [
+        Request(RowId("s", index), prompt, sampling)
+        for index, (prompt, sampling) in enumerate(zip(prompts, MIXED, strict=True))
+    ]
+    _, first = serve(llama, rows)
+    expected = [(done.tokens, done.finish_reason) for _, done in sorted(first.items())]
+    plain = generate(llama, prompts)
+    assert [expected[index][0] for index in (0, 8)] == [plain[0], plain[8]]
+    assert all(expected[index][0] != plain[index] for index in range(1, 8))
+    shuffled = random.Random(0).sample(rows, len(rows))
+    for order, size in ((rows, 1), (rows[::-1], 2), (shuffled, 4)):
+        _, done = serve(llama, order, max_batch_size=size)
+        got = [(done[index].tokens, done[index].finish_reason) for index in range(len(rows))]
+        assert got == expected
+    for row in rows:
+        _, alone = serve(llama, [row])
+        assert alone[row.id.index].tokens == expected[row.id.index][0]
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.3])
+def test_a_repetition_penalty_equals_generate(llama: Path, penalty: float):
+    prompts = random_prompts(6, seed=9)
+    sampling = Sampling(NEW_TOKENS, repetition_penalty=penalty)
+    rows = [Request(RowId("s", index), prompt, sampling) for index, prompt in enumerate(prompts)]
+    _, done = serve(llama, rows)
+    expected = generate(llama, prompts, repetition_penalty=penalty)
+    assert expected != generate(llama, prompts)
+    assert [done[index].tokens for index in range(6)] == expected
+
+
+def test_least_lengths_equal_generate(llama: Path):
+    prompts = random_prompts(6, seed=10)
+    ends = list(range(0, VOCABULARY, 4))
+    sampling = Sampling(NEW_TOKENS, min_new_tokens=5, stop_ids=frozenset(ends))
+    rows = [Request(RowId("s", index), prompt, sampling) for index, prompt in enumerate(prompts)]
+    _, done = serve(llama, rows)
+    expected = generate(llama, prompts, min_new_tokens=5, eos_token_id=ends)
+    assert [done[index].tokens for index in range(6)] == expected
+    assert {done[index].finish_reason for index in range(6)} >= {"stop"}
+    assert all(5 < len(output) <= NEW_TOKENS for output in expected)
+
+
+def test_samples_of_one_row_run_at_once_and_differ(llama: Path):
+    prompt = random_prompts(1, seed=11)[0]
+    rows = [
+        Request(
+            RowId("s", 0),
+            prompt,
+            Sampling(NEW_TOKENS, temperature=1.5, draw_key=bytes([sample])),
+            sample=sample,
+            samples=3,
+        )
+        for sample in range(3)
+    ]
+    engine = open_tiny(llama).engine
+    done = [each for step in engine.run(FakeRequests(rows)) for each in step.completions]
+    together = {each.request.sample: each.tokens for each in done}
+    assert len({tuple(tokens) for tokens in together.values()}) == 3
+    for row in rows:
+        assert serve(llama, [row])[1][0].tokens == together[row.sample]
+
+
+def test_log_probabilities_are_those_of_the_model_before_any_rule(llama: Path):
+    prompts = random_prompts(3, seed=12)
+    samplings = [
+        Sampling(NEW_TOKENS, logprobs=3),
+        Sampling(NEW_TOKENS, logprobs=0, repetition_penalty=1.5),
+        Sampling(NEW_TOKENS, logprobs=5, temperature=2.0, top_k=9, draw_key=b"k"),
+    ]
+    rows = [Request(RowId("s", index), prompts[index], samplings[index]) for index in range(3)]
+    rows.append(greedy(3, prompts[0]))
+    _, done = serve(llama, rows, chunk_size=6)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    for row in rows[:3]:
+        tokens, logprobs = done[row.id.index].tokens, done[row.id.index].logprobs
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*row.prompt, *tokens[:-1]]])).logits[0]
+        expected = logits[len(row.prompt) - 1 :].log_softmax(dim=-1)
+        assert [each.token for each in logprobs] == tokens
+        found = torch.tensor([each.logprob for each in logprobs])
+        torch.testing.assert_close(
+            found, expected.gather(1, torch.tensor(tokens)[:, None])[:, 0], atol=1e-4, rtol=1e-4
+        )
+        best = expected.topk(row.sampling.logprobs or 0, dim=-1).indices.tolist()
+        assert [[token for token, _ in each.top] for each in logprobs] == best
+    assert done[3].logprobs == ()
+
+
+@pytest.mark.parametrize("place", ["token_logprobs", "TransformersRunner.logits"])
+def test_a_device_that_fails_while_computing_or_drawing_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    def fails(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    engine = open_tiny(llama).engine
+    monkeypatch.setattr(f"jobrunner.engine.runner.{place}", fails)
+    with pytest.raises(InfrastructureError, match="the device failed: no room"):
+        list(engine.run(FakeRequests([greedy(0, [1, 2])])))
 
 
 def test_case_L_on_a_real_model_a_prompt_over_the_kv_memory_cannot_fit(llama: Path):

@@ -17,7 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 NAME = "cbjob_paged"
 
 _ATTRIBUTE = "cbjob_attention"
-_IRRELEVANT = frozenset({"dropout", "position_ids", "use_cache", "is_causal"})
+_OPTIONS = frozenset({"scaling", "softcap", "s_aux"})
+# the probe has looked at windows before
+_IRRELEVANT = frozenset({"dropout", "position_ids", "use_cache", "is_causal", "sliding_window"})
+_KNOWN = _OPTIONS | _IRRELEVANT
+
+
+class UnservedError(Exception):
+    """A model asks its attention for something that no backend of ours does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +38,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a model asks of one attention call.
+    """How a model wants the scores of one attention call; what a token sees is the pool's to know.
 
-    `window` is how many tokens back from itself, itself included, a token sees; `sinks`, `[H]`, is
-    one more logit per head that takes weight and gives nothing.
+    `sinks`, `[H]`, is one more logit per head that takes weight and gives nothing.
     """
 
     scale: float
-    window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
 
@@ -73,32 +78,35 @@ def attach(model: torch.nn.Module, attention: Attention) -> None:
     model.set_attn_implementation(NAME)
 
 
+def read_options(query_1HTD: torch.Tensor, arguments: dict[str, Any]) -> AttentionOptions:
+    """Return what the arguments of an attention call ask for.
+
+    Raises UnservedError for an argument that we do not know: it could mean anything.
+    """
+    if arguments.get("is_causal") is False:
+        raise UnservedError("the model asks for attention that is not causal")
+    for name, value in arguments.items():
+        if name in _KNOWN or name.startswith("output_") or value is None:
+            continue
+        raise UnservedError(f"the model passes `{name}` to its attention")
+    scale: float | None = arguments.get("scaling")
+    return AttentionOptions(
+        scale=query_1HTD.shape[-1] ** -0.5 if scale is None else scale,
+        softcap=arguments.get("softcap"),
+        sinks=arguments.get("s_aux"),
+    )
+
+
 def _dispatch(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     if attention_mask is not None:
-        raise NotImplementedError("the model brings an attention mask of its own")
-    _refuse_unknown(others)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+        raise UnservedError("the model brings an attention mask of its own")
+    options = read_options(query, arguments)
     attention: Attention = getattr(module, _ATTRIBUTE)
     return attention.attend(query[0], key[0], value[0], options).unsqueeze(0), None
-
-
-def _refuse_unknown(others: dict[str, Any]) -> None:
-    if others.get("is_causal") is False:
-        raise NotImplementedError("the model asks for attention that is not causal")
-    for name, value in others.items():
-        if name in _IRRELEVANT or name.startswith("output_") or value is None:
-            continue
-        raise NotImplementedError(f"the model passes `{name}` to its attention")

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from jobrunner.engine.attention.hook import AttentionOptions, Piece
-from jobrunner.engine.kv import KvPool, bytes_per_token
+from jobrunner.engine.kv import EVERYTHING, KvPool, Reach, bytes_per_token
 
 # decodes share a padded batch while the longest context is not much longer than the shortest
 _PADDING_RATIO = 1.25
@@ -33,18 +33,18 @@ class _Decodes:
     shortest: int
     lengths: torch.Tensor
     blocks: torch.Tensor
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[Reach, torch.Tensor] = field(default_factory=dict)
 
-    def hidden(self, context: int, window: int | None) -> torch.Tensor:
+    def hidden(self, context: int, reach: Reach) -> torch.Tensor:
         """True where a token must not look, `[B, S]`; built once for all layers."""
-        if window not in self.masks:
+        if reach not in self.masks:
             position_S = torch.arange(context, device=self.lengths.device)
-            length_B1 = self.lengths.unsqueeze(1)
-            hidden_BS = position_S >= length_B1
-            if window is not None:
-                hidden_BS |= position_S < length_B1 - window
-            self.masks[window] = hidden_BS
-        return self.masks[window]
+            own_B1 = self.lengths.unsqueeze(1) - 1
+            hidden_BS = position_S > own_B1
+            if reach != EVERYTHING:
+                hidden_BS |= position_S < reach.first_seen(own_B1)
+            self.masks[reach] = hidden_BS
+        return self.masks[reach]
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class _Chunk:
     start: int
     stop: int
     blocks: torch.Tensor | None
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    masks: dict[Reach, torch.Tensor] = field(default_factory=dict)
 
-    def hidden(self, window: int | None, device: torch.device) -> torch.Tensor:
+    def hidden(self, reach: Reach, device: torch.device) -> torch.Tensor:
         """True where a token must not look, `[C, S]`; built once for all layers."""
-        if window not in self.masks:
+        if reach not in self.masks:
             position_S = torch.arange(self.stop, device=device)
             own_C1 = position_S[self.start :].unsqueeze(1)
             hidden_CS = position_S > own_C1
-            if window is not None:
-                hidden_CS |= position_S <= own_C1 - window
-            self.masks[window] = hidden_CS
-        return self.masks[window]
+            if reach != EVERYTHING:
+                hidden_CS |= position_S < reach.first_seen(own_C1)
+            self.masks[reach] = hidden_CS
+        return self.masks[reach]
 
 
 class TorchPagedAttention:
@@ -129,7 +129,8 @@ class TorchPagedAttention:
             if chunk.blocks is not None:
                 k_KSD, v_KSW = self._pool.gather(call, chunk.blocks)
                 k_KSD, v_KSW = k_KSD[:, : chunk.stop], v_KSW[:, : chunk.stop]
-            out_HCW = self._prefill(chunk, q_HTD[:, rows], k_KSD, v_KSW, options)
+            reach = self._pool.calls[call].reach
+            out_HCW = self._prefill(chunk, q_HTD[:, rows], k_KSD, v_KSW, options, reach)
             out_THW[rows] = out_HCW.transpose(0, 1)
         return out_THW
 
@@ -144,10 +145,11 @@ class TorchPagedAttention:
         q_NGD = q_KGBD.transpose(1, 2).flatten(0, 1)
         scores_KBGS = _scores(q_NGD, k_NSD, options).unflatten(0, (kv_heads, batch))
         context = k_NSD.shape[1]
-        # without a window only the ends of the contexts differ
-        seen = group.shortest if options.window is None else 0
+        reach = self._pool.calls[call].reach
+        # where all is seen, only the ends of the contexts differ
+        seen = group.shortest if reach == EVERYTHING else 0
         if seen < context:
-            hidden_BS = group.hidden(context, options.window)
+            hidden_BS = group.hidden(context, reach)
             scores_KBGS[..., seen:].masked_fill_(hidden_BS[:, None, seen:], float("-inf"))
         sinks = options.sinks
         sinks_K1G1 = None if sinks is None else sinks.view(kv_heads, 1, queries, 1)
@@ -162,13 +164,13 @@ class TorchPagedAttention:
         k_KSD: torch.Tensor,
         v_KSW: torch.Tensor,
         options: AttentionOptions,
+        reach: Reach,
     ) -> torch.Tensor:
         if options.softcap is not None or options.sinks is not None:
-            return self._prefill_by_hand(chunk, q_HCD, k_KSD, v_KSW, options)
-        window = options.window
+            return self._prefill_by_hand(chunk, q_HCD, k_KSD, v_KSW, options, reach)
         # `is_causal` lines up the first query with the first key, so it serves no later chunk
-        causal = chunk.start == 0 and (window is None or window >= chunk.stop)
-        mask_CS = None if causal else ~chunk.hidden(window, self._device)
+        causal = chunk.start == 0 and reach.first_seen(chunk.stop - 1) <= 0
+        mask_CS = None if causal else ~chunk.hidden(reach, self._device)
         out_1HCW: torch.Tensor = scaled_dot_product_attention(
             q_HCD.unsqueeze(0),
             k_KSD.unsqueeze(0),
@@ -187,11 +189,12 @@ class TorchPagedAttention:
         k_KSD: torch.Tensor,
         v_KSW: torch.Tensor,
         options: AttentionOptions,
+        reach: Reach,
     ) -> torch.Tensor:
         kv_heads, length = k_KSD.shape[0], q_HCD.shape[1]
         q_KRD = q_HCD.unflatten(0, (kv_heads, -1)).flatten(1, 2)
         scores_KGCS = _scores(q_KRD, k_KSD, options).unflatten(1, (-1, length))
-        scores_KGCS.masked_fill_(chunk.hidden(options.window, self._device), float("-inf"))
+        scores_KGCS.masked_fill_(chunk.hidden(reach, self._device), float("-inf"))
         sinks = options.sinks
         sinks_KG11 = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
         weights_KGCS = _weights(scores_KGCS, sinks_KG11)
