@@ -1,4 +1,7 @@
-"""cbjob: offline batch inference over Parquet with its own continuous-batching loop."""
+"""cbjob: offline batch inference with its own continuous-batching loop.
+
+`load_settings` reads a job file, `run` runs it and returns how it ended: what `cbjob run` does.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jobrunner.job import run
+    from jobrunner.jobfile import load_settings
 
-__all__ = ["run"]
+__all__ = ["load_settings", "run"]
 __version__ = "0.1.0"
 
 
@@ -17,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from jobrunner.job import run
 
         return run
+    if name == "load_settings":
+        from jobrunner.jobfile import load_settings
+
+        return load_settings
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

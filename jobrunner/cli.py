@@ -6,12 +6,17 @@ Nothing that takes time is imported here: `cbjob --help` answers at once.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import click
 
 from jobrunner.errors import ExitCode, JobError
 
+Command = TypeVar("Command", bound=Callable[..., int])
+
+LIMIT_HELP = "The first N rows are the whole input; give it to every command alike."
 SET_HELP = "Change a key, may be given again. Paths are relative to JOB, as in the file."
 
 
@@ -24,31 +29,106 @@ def cli() -> None:
     """
 
 
-@cli.command()
-@click.argument("job", type=click.Path(path_type=Path))
-@click.option("--limit", type=click.IntRange(min=1), help="Take the first N rows as the input.")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
+def _job(command: Command) -> Command:
+    """Give a command the argument and the options that say which job it is about."""
+    for decorate in (
+        click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP),
+        click.option("--limit", type=click.IntRange(min=1), help=LIMIT_HELP),
+        click.argument("job", type=click.Path(path_type=Path)),
+    ):
+        command = decorate(command)
+    return command
+
+
+@cli.command(short_help="Write a job file to begin with.")
+@click.argument("file", type=click.Path(path_type=Path), default="job.toml")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of job files, for editors.")
+def init(file: Path, schema: bool) -> int:
+    """Write FILE, by default job.toml, with every key, its default and what it means.
+
+    `-` prints it. A file that is there is never overwritten.
+    """
+    from jobrunner.commands.init import init_command
+
+    return init_command(file, schema=schema)
+
+
+@cli.command(short_help="Check JOB before it runs.")
+@_job
+@click.option("--rows", is_flag=True, help="Read and tokenise every row; load no weights.")
+@click.option("--no-load", is_flag=True, help="Load no weights and read no rows.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def check(
+    job: Path,
+    limit: int | None,
+    overrides: tuple[str, ...],
+    rows: bool,
+    no_load: bool,
+    as_json: bool,
+) -> int:
+    """Check JOB's settings, its input, its model, and how much fits into memory.
+
+    Loads the model and proves that it computes the same here as by itself, as every run does
+    at its start. With --rows it tells what every row would become instead, without the model.
+
+    Exit codes: 0 fine, 2 the job cannot run like this, 3 some rows would be errors, 74 disk or
+    device fault.
+    """
+    from jobrunner.commands.check import check_command
+
+    return check_command(
+        job, limit=limit, overrides=overrides, rows=rows, load=not (rows or no_load), json=as_json
+    )
+
+
+@cli.command(short_help="Run JOB, or go on with it where it was stopped.")
+@_job
 @click.option(
     "--progress",
-    type=click.Choice(["auto", "rich", "plain", "none"]),
+    type=click.Choice(["auto", "rich", "tqdm", "json", "plain", "off"]),
     help="How to show progress; overrides `progress.style`.",
 )
-def run(job: Path, limit: int | None, overrides: tuple[str, ...], progress: str | None) -> int:
+@click.option("--retry-errors", is_flag=True, help="Do the rows again that ended in an error.")
+def run(
+    job: Path,
+    limit: int | None,
+    overrides: tuple[str, ...],
+    progress: str | None,
+    retry_errors: bool,
+) -> int:
     """Run JOB, or go on with it where it was stopped.
 
     Exit codes: 0 all rows ok, 1 unexpected failure, 2 wrong settings or another job's run
-    directory, 3 finished with row errors, 74 disk or device fault, 75 stopped early (run it
-    again), 130 interrupted.
+    directory, 3 finished with row errors, 4 too many row errors (mend it and run it again),
+    74 disk or device fault, 75 stopped early (run it again), 130 interrupted.
     """
     from jobrunner.commands.run import run_command
 
-    return run_command(job, limit=limit, overrides=overrides, style=progress)
+    return run_command(
+        job, limit=limit, overrides=overrides, style=progress, retry_errors=retry_errors
+    )
+
+
+@cli.command(short_help="Tell how far JOB is.")
+@_job
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--watch", is_flag=True, help="Look again every 2 seconds until it is finished.")
+def status(
+    job: Path, limit: int | None, overrides: tuple[str, ...], as_json: bool, watch: bool
+) -> int:
+    """Tell how far JOB is, who works on it, and how to read the rows that are done.
+
+    Reads the run directory alone, before, while and after the job runs, and after a crash.
+
+    Exit codes: 0, or 2 for wrong settings, 74 for a damaged file.
+    """
+    from jobrunner.commands.status import status_command
+
+    return status_command(job, limit=limit, overrides=overrides, json=as_json, watch=watch)
 
 
 @cli.command(short_help="Check that JOB's results are whole and right.")
-@click.argument("job", type=click.Path(path_type=Path))
-@click.option("--limit", type=click.IntRange(min=1), help="The limit that the job was run with.")
-@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
+@_job
 def verify(job: Path, limit: int | None, overrides: tuple[str, ...]) -> int:
     """Check that JOB's results hold every input row once, in order, unchanged.
 

@@ -12,6 +12,7 @@ class ExitCode(IntEnum):
     UNEXPECTED = 1
     USAGE = 2
     ROW_ERRORS = 3
+    TOO_MANY_ERRORS = 4
     INFRASTRUCTURE = 74
     RUN_AGAIN = 75
     INTERRUPTED = 130
@@ -49,6 +50,12 @@ class InfrastructureError(JobError):
     """A disk, a file or a device failed: mend it and run again."""
 
     exit_code = ExitCode.INFRASTRUCTURE
+
+
+class TooManyErrorsError(JobError):
+    """More rows are errors than `errors.max_rate` or `errors.max_count` allow."""
+
+    exit_code = ExitCode.TOO_MANY_ERRORS
 
 
 class DeviceBusyError(JobError):

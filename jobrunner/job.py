@@ -5,15 +5,17 @@ The composition root: it knows every part and does no work of its own.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.stats import Stats, Totals
@@ -21,18 +23,22 @@ from jobrunner.console.view import summary
 from jobrunner.data.claims import Claims, Identity, device_name, holding_device
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
-from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
 from jobrunner.data.merge import merge_shard
-from jobrunner.data.models import model_fingerprint, resolve_model
+from jobrunner.data.openai.writing import Answering, writing_answers
+from jobrunner.data.outcomes import extras_of
 from jobrunner.data.progress import Progress, clean_up
-from jobrunner.data.prompts import Prompts
+from jobrunner.data.provenance import provenance_of
+from jobrunner.data.result_files import result_suffix
 from jobrunner.data.results import Results, Tally
+from jobrunner.data.retry import mark_retries
 from jobrunner.data.shards import check_unchanged
 from jobrunner.data.sources import Reader, read_columns
+from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
-from jobrunner.records import Completion, Engine, Request, Step
+from jobrunner.opening import Job, load_engine, open_job
+from jobrunner.records import Completion, Engine, Partial, Request, Step
 from jobrunner.stop import Stop
 
 log = logging.getLogger("cbjob")
@@ -40,34 +46,6 @@ log = logging.getLogger("cbjob")
 # tokenised rows that wait between the feed and the engine, beside the engine's own window
 WINDOW_ROWS = 256
 WINDOW_TOKENS = 1_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Settings that have met their input and their model. No weights are loaded yet."""
-
-    settings: Settings
-    input: Input
-    prompts: Prompts
-    model_folder: Path
-    device: str
-    dtype: str
-    max_model_len: int
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Everything that decides what the results say."""
-        settings = self.settings
-        model = {f"model file `{k}`": v for k, v in model_fingerprint(self.model_folder).items()}
-        return {
-            **self.input.fingerprint(),
-            **model,
-            **self.prompts.describe(),
-            "input.prompt": settings.input.prompt,
-            "input.messages": settings.input.messages,
-            "input.keep": list(settings.input.keep),
-            "--limit": settings.limit,
-            "model.dtype": self.dtype,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,35 +65,44 @@ Observe = Callable[[Step], None]
 def run(
     settings: Settings,
     *,
-    open_engine: OpenEngine | None = None,
+    retry_errors: bool = False,
+    open_engine: OpenEngine = load_engine,
     observe: Observe = lambda step: None,
     stop: Stop | None = None,
 ) -> Summary:
     """Run a job to its end, or until a signal or `stop` asks to leave early.
 
-    Run it again on the same run directory and it goes on. `open_engine` replaces the model,
-    `observe` is shown every step; whoever gives a `stop` handles signals itself. Raises
-    JobError; what is committed stays committed.
+    Run it again on the same run directory and it goes on; with `retry_errors` the rows that
+    became errors run again too. `open_engine` replaces the model, `observe` is shown every step;
+    whoever gives a `stop` handles signals itself. Raises JobError; what is committed stays
+    committed.
     """
     if stop is None:
         stop = Stop()
         with stop.on_signals(settings.checkpoint.grace):
-            return run(settings, open_engine=open_engine, observe=observe, stop=stop)
+            return run(
+                settings,
+                retry_errors=retry_errors,
+                open_engine=open_engine,
+                observe=observe,
+                stop=stop,
+            )
     job = open_job(settings)
     identity = Identity.of_this_process(device_name(job.device))
-    directory = RunDirectory(settings.run_directory, identity.worker)
+    directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
     _create(directory)
-    remember(directory, job.fingerprint())
+    fingerprint = job.fingerprint()
+    remember(directory, fingerprint)
     claims = Claims(directory.claims, directory.temporary, identity)
-    shown = settings.progress
-    metrics = directory.root / "metrics.jsonl" if shown.metrics else None
     with (
         holding_device(claims, identity),
         _log_file(directory.root / "log.txt"),
-        Console(shown.style, shown.every, metrics) as console,
+        _console(settings, directory, identity) as console,
     ):
         claims.sweep()
         clean_up(directory, job.input.shards, claims.is_dead)
+        if retry_errors:
+            log.info("error rows that run again: %s", f"{_retry(directory, job, claims):,}")
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
             log.info("every row is done: %s", progress.tally)
@@ -127,71 +114,16 @@ def run(
                 directory,
                 claims,
                 progress,
-                Results(directory, settings.checkpoint.part_rows),
+                Results(directory, settings.checkpoint.part_rows, extras_of(settings)),
                 job.input.spans,
-                merge=partial(_merge, job, directory),
+                merge=partial(_merge, job, directory, _provenance(job, fingerprint)),
                 check_input=partial(_check_input, job),
             )
-            _work(job, ledger, progress, console, stop, open_engine or load_engine, observe)
+            _work(job, ledger, progress, console, stop, open_engine, observe)
         if progress.complete:
             # what another worker wrote while this one merged
             clean_up(directory, job.input.shards, claims.is_dead)
         return _sum_up(progress, directory)
-
-
-def open_job(settings: Settings) -> Job:
-    """Bring settings, input and model together. Everything but the weights is checked here."""
-    from jobrunner.engine.loading import read_model_info
-
-    generation = settings.generation
-    job_input = open_input(settings)
-    folder = resolve_model(settings.model.name, settings.folder)
-    info = read_model_info(
-        folder,
-        device=settings.model.device,
-        dtype=settings.model.dtype,
-        max_model_len=settings.model.max_model_len,
-    )
-    prompts = Prompts(
-        folder,
-        kind="prompt" if settings.input.prompt is not None else "messages",
-        system=settings.input.system,
-        chat=settings.input.chat,
-        max_model_len=info.max_model_len,
-        job_seed=settings.job.seed,
-        max_new_tokens=generation.max_new_tokens,
-        temperature=generation.temperature,
-        top_p=generation.top_p,
-        stop=generation.stop,
-        stop_token_ids=generation.stop_token_ids,
-        ignore_eos=generation.ignore_eos,
-        seed=generation.seed,
-    )
-    return Job(settings, job_input, prompts, folder, info.device, info.dtype, info.max_model_len)
-
-
-def load_engine(job: Job) -> Engine:
-    """Load the model and build the engine that the settings ask for."""
-    from jobrunner.engine.loading import open_engine
-
-    model, batching = job.settings.model, job.settings.batching
-    # what the settings leave open is resolved again, as for the job, and logged this time
-    loaded = open_engine(
-        job.model_folder,
-        dtype=model.dtype,
-        device=model.device,
-        threads=model.threads,
-        max_model_len=model.max_model_len,
-        max_batch_size=batching.max_batch_size,
-        token_budget=batching.token_budget,
-        chunk_size=batching.chunk_size,
-        block_size=batching.block_size,
-        kv_memory=batching.kv_memory,
-        prefix_cache=batching.prefix_cache,
-        lookahead=batching.lookahead,
-        open_text=job.prompts.open_text,
-    )
-    return loaded.engine
 
 
 def _work(
@@ -206,19 +138,22 @@ def _work(
     """Claim, read, generate and commit until nothing is left or a stop is asked for."""
     settings = job.settings
     shards = list(job.input.shards.values())
-    with ledger, Reader(shards, settings.input.column) as reader:
+    tally = progress.tally
+    limits = ErrorLimits(settings.errors, tally.rows, tally.error_rows)
+    limits.raise_if_passed()
+    with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
         engine = open_engine(job)
-        stats = Stats(_totals(progress, job), slots=_slots(job), started_s=time.monotonic())
+        stats = _stats(job, progress, engine)
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, reader, stats, stop)
         with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
             for step in engine.run(feed):
-                _finish(step.completions, job, ledger)
-                _fail(feed.errors(), ledger, stats)
+                _finish(step.completions, job, ledger, limits)
+                _fail(feed.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
                 observe(step)
-                if stop.requested:
+                if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
                 if ledger.full or due() or (step.idle and not ledger.empty):
@@ -226,19 +161,12 @@ def _work(
                     _count_others(stats, progress)
                 _tell_merged(ledger.tick())
                 console.update(stats)
-            _fail(feed.errors(), ledger, stats)
+            _fail(feed.errors(), ledger, limits, stats)
         in_flight = engine.partials()
         ledger.checkpoint(in_flight)
         if stop.requested:
-            tokens = sum(len(saved.tokens) for saved in in_flight)
-            log.info(
-                "%s: saved; %s rows are done, %s more have %s tokens",
-                stop.reason,
-                f"{progress.rows_done:,}",
-                f"{len(in_flight):,}",
-                f"{tokens:,}",
-            )
-        else:
+            _tell_stopped(stop, progress, in_flight)
+        elif not limits.passed:
             for merged in ledger.settle(stop.wait):
                 _tell_merged(merged)
                 _count_others(stats, progress)
@@ -246,6 +174,43 @@ def _work(
         _count_others(stats, progress)
         results = settings.run_directory / "results"
         console.finish(stats, summary(stats.snapshot(time.monotonic()), results))
+    limits.raise_if_passed()
+
+
+def _retry(directory: RunDirectory, job: Job, claims: Claims) -> int:
+    return mark_retries(directory, job.input.shards, claims)
+
+
+def _console(settings: Settings, directory: RunDirectory, identity: Identity) -> Console:
+    shown = settings.progress
+    return Console(
+        shown.style,
+        shown.every,
+        directory.root / "metrics.jsonl" if shown.metrics else None,
+        status_path=directory.status / f"{identity.worker}.json",
+        identity={"worker": identity.worker, "host": identity.host, "pid": identity.pid},
+    )
+
+
+def _stats(job: Job, progress: Progress, engine: Engine) -> Stats:
+    size = job.settings.batching.max_batch_size
+    return Stats(
+        _totals(progress, job),
+        slots=size if isinstance(size, int) else None,
+        started_s=time.monotonic(),
+        price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
+    )
+
+
+def _tell_stopped(stop: Stop, progress: Progress, in_flight: Sequence[Partial]) -> None:
+    rows = {saved.id for saved in in_flight}
+    log.info(
+        "%s: saved; %s rows are done, %s more have %s tokens",
+        stop.reason,
+        f"{progress.rows_done:,}",
+        f"{len(rows):,}",
+        f"{sum(len(saved.tokens) for saved in in_flight):,}",
+    )
 
 
 def _announce(job: Job, ledger: Ledger, progress: Progress) -> None:
@@ -267,9 +232,19 @@ def _announce(job: Job, ledger: Ledger, progress: Progress) -> None:
             f"{wanted:,}",
             f"{job.max_model_len:,}",
         )
+    log.info("generation: %s", _spelled(job.prompts.effective))
     if job.input.strange_column:
         log.warning("%s: such rows become bad_type errors", job.input.strange_column)
     log.info("loading the model from %s", job.model_folder)
+
+
+def _spelled(values: Mapping[str, object]) -> str:
+    """Parameters as they would stand in a job file, without those that are not set."""
+    return ", ".join(
+        f"{key} {json.dumps(value, ensure_ascii=False)}"
+        for key, value in values.items()
+        if value is not None
+    )
 
 
 def _requests(
@@ -286,17 +261,26 @@ def _requests(
             yield job.prompts.encode(rows, assignment.partials)
 
 
-def _finish(completions: Iterable[Completion], job: Job, ledger: Ledger) -> None:
+def _finish(
+    completions: Iterable[Completion], job: Job, ledger: Ledger, limits: ErrorLimits
+) -> None:
     for completion in completions:
-        ledger.finish(completion, None if completion.error else job.prompts.text(completion))
+        text = None if completion.error else job.prompts.text(completion)
+        limits.count(ledger.finish(completion, text, _prompt_text(completion, job)))
 
 
-def _fail(failed: Iterable[Completion], ledger: Ledger, stats: Stats) -> None:
+def _prompt_text(completion: Completion, job: Job) -> str | None:
+    if completion.request is None or "prompt_text" not in job.settings.output.columns:
+        return None
+    return job.prompts.prompt_text(completion.request)
+
+
+def _fail(failed: Iterable[Completion], ledger: Ledger, limits: ErrorLimits, stats: Stats) -> None:
     """Book rows that failed before they became a request."""
     for completion in failed:
-        ledger.finish(completion, None)
+        limits.count(ledger.finish(completion, None))
         if completion.error is not None:
-            stats.row_failed(completion.error)
+            stats.row_failed(completion.error, completion.id)
 
 
 def _tell_merged(shards: Iterable[str]) -> None:
@@ -313,11 +297,34 @@ def _check_input(job: Job, shard: str) -> None:
     check_unchanged(job.input.shards[shard], job.input.fingerprints[shard])
 
 
-def _merge(job: Job, directory: RunDirectory, name: str) -> Tally:
+def _provenance(job: Job, fingerprint: Mapping[str, Any]) -> dict[str, object]:
+    return provenance_of(__version__, job.settings, fingerprint, job.prompts.describe())
+
+
+def _merge(job: Job, directory: RunDirectory, provenance: Mapping[str, object], name: str) -> Tally:
     shard = job.input.shards[name]
     _check_input(job, name)
-    kept = partial(read_columns, shard, list(job.settings.input.keep))
-    return merge_shard(directory, name, shard.rows, kept, job.input.kept_schema)
+    kept = partial(read_columns, shard, job.input.kept_schema)
+    writing = None
+    if job.settings.input.format == "openai":
+        writing = partial(writing_answers, directory, shard, _answering(job, directory), provenance)
+    return merge_shard(
+        directory,
+        name,
+        shard.rows,
+        kept,
+        job.input.kept_schema,
+        extras=extras_of(job.settings),
+        compression=job.settings.output.compression,
+        provenance=provenance,
+        writing=writing,
+    )
+
+
+def _answering(job: Job, directory: RunDirectory) -> Answering:
+    # when the job was begun: the same for every worker and every merge
+    created_s = int(directory.job_file.stat().st_mtime)
+    return Answering(job.settings.model.name, created_s, job.prompts.token_bytes)
 
 
 def _create(directory: RunDirectory) -> None:
@@ -377,11 +384,6 @@ def _totals(progress: Progress, job: Job) -> Totals:
         shards=len(job.input.shards),
         shards_done_before=progress.shards_merged,
     )
-
-
-def _slots(job: Job) -> int | None:
-    size = job.settings.batching.max_batch_size
-    return size if isinstance(size, int) else None
 
 
 def _sum_up(progress: Progress, directory: RunDirectory) -> Summary:

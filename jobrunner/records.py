@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 ErrorKind = Literal[
@@ -12,10 +12,12 @@ ErrorKind = Literal[
     "bad_type",
     "bad_text",
     "template_error",
+    "bad_params",
     "prompt_too_long",
     "cannot_fit",
+    "internal",
 ]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "repetition"]
 
 
 class RowId(NamedTuple):
@@ -23,6 +25,13 @@ class RowId(NamedTuple):
 
     shard: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+
+
+class SampleId(NamedTuple):
+    """Identity of one of the n samples of a row, counted from 0."""
+
+    row: RowId
+    sample: int = 0
 
 
 class Span(NamedTuple):
@@ -43,10 +52,28 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One input record: `value` is the prompt text or the messages as read, None for null."""
+    """One input record, as read.
+
+    `value` comes from the column of prompts (text, messages or token ids), None for null or where
+    a template makes the prompt; `others` holds the other columns that prompts and parameters are
+    made of, by name. `error` says why the record could not be read at all.
+    """
 
     id: RowId
     value: object
+    others: Mapping[str, object] = field(default_factory=dict)
+    error: RowError | None = None
+
+
+class TokenLogprob(NamedTuple):
+    """The log-probability of a chosen token, and the likeliest tokens with theirs, best first.
+
+    Natural logarithms of the model's own distribution, before temperature, penalties or cuts.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +82,11 @@ class Sampling:
 
     `temperature` 0 is greedy. `draw_key` keys the random draws together with the position
     of the drawn token, so that a draw depends on nothing else. `stop_ids` end the text and
-    count as an output token; `stop` strings end it where they begin.
+    count as an output token; `stop` strings end it where they begin; neither ends it before
+    `min_new_tokens`. `top_k` 0, `min_p` 0, a repetition penalty of 1 and the other penalties of
+    0 are off. `stop_on_repetition`, if not 0, ends a text whose last so many tokens repeat
+    themselves. `logprobs` asks for log-probabilities: of the chosen tokens and of so many of the
+    likeliest ones; None asks for none.
     """
 
     max_new_tokens: int
@@ -64,23 +95,41 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     draw_key: bytes = b""
+    min_new_tokens: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_on_repetition: int = 0
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A row as token ids. `output` are tokens that an earlier, interrupted run generated."""
+    """One sample of a row as token ids.
+
+    `output` are tokens that an earlier, interrupted run generated, `logprobs` theirs, if they
+    are wanted. `truncated_tokens` were cut from the prompt.
+    """
 
     id: RowId
     prompt: Sequence[int]
     sampling: Sampling
     output: Sequence[int] = ()
     attempt: int = 1
+    sample: int = 0
+    samples: int = 1
+    truncated_tokens: int = 0
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one row: its tokens, or the reason why there are none.
+    """The end of one sample of a row: its tokens, or the reason why there are none.
 
+    `request` is what the engine was asked, None for a row that never got that far. `chunks`
+    counts the pieces that the prompt was prefilled in, those after a preemption too.
     `stop_string` is the stop string that ended it, if one did. Times in seconds: `queue_s`
     from entering the engine to the first chunk, `prefill_s` from there to the first token,
     `decode_s` from there to the last, `longest_gap_s` between two tokens of the row.
@@ -96,15 +145,20 @@ class Completion:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     longest_gap_s: float = 0.0
+    request: Request | None = None
+    logprobs: Sequence[TokenLogprob] = ()
+    chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Tokens generated so far for a row in flight."""
+    """Tokens generated so far for one sample of a row in flight."""
 
     id: RowId
     tokens: Sequence[int]
     attempt: int
+    sample: int = 0
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +167,8 @@ class Step:
 
     `tokens_computed` includes `tokens_padded` (computed for nothing) and
     `tokens_recomputed` (lost to a preemption and computed again). `tokens_cached` came from
-    the prefix cache. An idle step computes nothing: the engine waited for requests.
+    the prefix cache. `context_tokens` sums over its sequences how many tokens each already
+    had in KV memory. An idle step computes nothing: the engine waited for requests.
     """
 
     completions: Sequence[Completion] = ()
@@ -124,6 +179,7 @@ class Step:
     tokens_padded: int = 0
     tokens_recomputed: int = 0
     tokens_cached: int = 0
+    context_tokens: int = 0
     batch_size: int = 0
     running: int = 0
     waiting: int = 0

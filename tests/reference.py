@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from jobrunner.job import Job
 from jobrunner.records import Request
+
+if TYPE_CHECKING:
+    from jobrunner.opening import Job
 
 # greedy texts may differ only where the two best logits are nearer than this, in float32
 NEAR_TIE = 1e-4
@@ -18,7 +20,7 @@ def requests_of(job: Job) -> list[Request]:
     """Every row of a job that becomes a request, in order."""
     from jobrunner.data.sources import Reader
 
-    reader = Reader(list(job.input.shards.values()), job.settings.input.column)
+    reader = Reader(list(job.input.shards.values()), job.settings.input.column, job.input.needed)
     rows = [row for span in job.input.spans for batch in reader.read(span) for row in batch]
     return [item for item in job.prompts.encode(rows, {}) if isinstance(item, Request)]
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jobrunner.cli import cli, main
-from jobrunner.errors import DeviceBusyError, MismatchError
+from jobrunner.errors import DeviceBusyError, MismatchError, TooManyErrorsError
 
 CBJOB = [sys.executable, "-m", "jobrunner.cli"]
 
@@ -28,8 +28,9 @@ def test_help_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] 0"
-    assert "run" in done.stdout
-    assert "verify" in done.stdout
+    commands = done.stdout.partition("Commands:")[2].split("\n")
+    names = [line.split()[0] for line in commands if line.startswith("  ") and line.split()]
+    assert names == ["check", "init", "run", "status", "verify"]
 
 
 def test_a_wrong_setting_exits_2_with_the_problem_on_stderr(tmp_path):
@@ -38,6 +39,53 @@ def test_a_wrong_setting_exits_2_with_the_problem_on_stderr(tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert "`output` in `job.toml` is missing" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["check", "run", "status", "verify"])
+def test_a_job_file_that_is_not_there_is_missed_and_the_nearest_are_named(tmp_path, command):
+    for name in ("first.toml", "second.toml", "unlike-all.toml"):
+        (tmp_path / name).touch()
+    done = cbjob(command, tmp_path / "secnd.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"no job file `{tmp_path / 'secnd.toml'}`" in done.stderr
+    assert f"hint: did you mean `{tmp_path / 'second.toml'}`" in done.stderr
+
+
+def test_without_any_job_file_the_way_to_begin_is_named(tmp_path):
+    assert "hint: `cbjob init` writes one" in cbjob("run", tmp_path / "job.toml").stderr
+    assert "hint: there is no folder" in cbjob("run", tmp_path / "x" / "job.toml").stderr
+
+
+def test_init_writes_a_job_file_that_the_other_commands_take(tmp_path):
+    assert cbjob("init", cwd=tmp_path).returncode == 0
+    done = cbjob("status", "job.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("not begun: ")
+
+
+def test_run_hands_its_options_on(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setattr("jobrunner.commands.run.run_command", lambda job, **o: given.update(o) or 4)
+    options = ["--progress", "json", "--retry-errors", "--limit", "3", "--set", "job.seed=1"]
+    code = cli.main(["run", str(tmp_path / "job.toml"), *options], standalone_mode=False)
+    assert code == 4
+    assert given == {
+        "limit": 3,
+        "overrides": ("job.seed=1",),
+        "style": "json",
+        "retry_errors": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "load"),
+    [([], False, True), (["--rows"], True, False), (["--no-load"], False, False)],
+)
+def test_check_loads_the_model_unless_told_otherwise(monkeypatch, options, rows, load):
+    given = {}
+    monkeypatch.setattr("jobrunner.commands.check.check_command", lambda job, **o: given.update(o))
+    cli.main(["check", "job.toml", *options], standalone_mode=False)
+    assert (given["rows"], given["load"]) == (rows, load)
 
 
 @pytest.mark.parametrize("arguments", [["run"], ["run", "a", "--limit", "0"], ["fly"]])
@@ -58,6 +106,7 @@ def test_control_characters_never_reach_the_terminal(tmp_path):
         (OSError(28, "No space left on device", "run/x"), 74, "No space left on device"),
         (DeviceBusyError("busy", hint="wait"), 75, "hint: wait"),
         (MismatchError("differs"), 2, "differs"),
+        (TooManyErrorsError("600 of 1,000 rows are errors"), 4, "600 of 1,000"),
     ],
 )
 def test_what_ends_a_command_gives_its_exit_code(monkeypatch, capsys, raised, code, said):

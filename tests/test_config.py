@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.config import NOT_YET, load_settings
+from jobrunner.config import NOT_YET
 from jobrunner.errors import ConfigError
+from jobrunner.jobfile import load_settings
 
 GOLDEN = Path(__file__).parent / "golden"
 SMALL = """
@@ -70,10 +71,10 @@ priority = "p"
 name = "demo"
 threads = "many"
 dtype = "int3"
+attention = "x"
 [generation]
 max_token = 5
 temperature = -1
-top_k = 5
 stop = ""
 max_new_tokens = 0
 [batching]
@@ -97,7 +98,7 @@ x = 1
     [
         ("x = [", "`job.toml` is not valid TOML"),
         ("job = 3\n" + SMALL, "`job` in `job.toml` = 3: must be a table"),
-        (SMALL.replace('prompt = "question"', ""), "must name one column"),
+        (SMALL.replace('prompt = "question"', ""), "must name one of `prompt`"),
         (SMALL + "[generation]\ntemperature = nan", "`generation.temperature` in"),
         (SMALL + "[generation]\nmax_new_tokens = true", "`generation.max_new_tokens` in"),
     ],

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from jobrunner import job as jobs
-from jobrunner.config import load_settings
 from jobrunner.data.models import demo_model_folder, missing_demo_files
+from jobrunner.jobfile import load_settings
+from jobrunner.opening import open_job
 from tests.reference import NEAR_TIE, gap_at_first_difference, generate, requests_of
 
 JOB = Path(__file__).parent.parent / "jobs/quickstart.toml"
@@ -23,7 +24,7 @@ def test_the_64_rows_equal_generate_but_for_near_ties(tmp_path):
     settings = load_settings(JOB, changed, style="plain")
     answers = {}
     jobs.run(settings, observe=lambda step: answers.update((c.id, c) for c in step.completions))
-    job = jobs.open_job(settings)
+    job = open_job(settings)
     model = load_model(job.model_folder, "float32", "cpu")
     requests = requests_of(job)
     assert len(answers) == len(requests) == 64

@@ -387,15 +387,15 @@ def test_a_shard_of_errors_and_one_without_rows_have_result_files(world):
 def test_the_first_step_runs_before_one_percent_of_the_input_is_read(world, monkeypatch):
     world.add_shard("big.parquet", (f"prompt {index}" for index in range(40_000)))
     read = 0
-    rows_of = sources._rows
+    batches_of = sources.Reader.read
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         nonlocal read
-        rows = rows_of(*arguments)
-        read += len(rows)
-        return rows
+        for rows in batches_of(*arguments, **options):
+            read += len(rows)
+            yield rows
 
-    monkeypatch.setattr(sources, "_rows", counted)
+    monkeypatch.setattr(sources.Reader, "read", counted)
     read_at_first_step = []
     stop = Stop()
 

@@ -1,12 +1,18 @@
 """`cbjob verify` finds what is wrong, and nothing else."""
 
+import json
 import math
+import shutil
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobrunner.data.results import FOOTER_KEY
+from jobrunner.commands.verify import find_problems
+from jobrunner.data.intervals import Intervals
+from jobrunner.data.pending import Pending, write_pending
+from jobrunner.data.results import FOOTER_KEY, Tally
 from tests.world import World
 
 
@@ -104,3 +110,69 @@ def test_a_changed_input_is_found(done):
     pq.write_table(set_column(pq.read_table(path), "prompt", ["other"] * 6), path)
     [problem] = done.problems()
     assert problem.startswith("input shard `a.parquet`: footer")
+
+
+LINES = ('output.format="jsonl"', 'output.columns=["token_ids", "chunks"]', "generation.n=2")
+
+
+@pytest.fixture
+def lines(done):
+    """The same job with several samples, as JSON lines: its world and its run directory."""
+    shutil.rmtree(done.folder / "run")
+    path = done.folder / "input/b.parquet"
+    pq.write_table(set_column(pq.read_table(path), "prompt", [None] * 6), path)
+    done.run(*LINES)
+    return done, replace(done.directory, suffix=".jsonl")
+
+
+def problems_of(world, run):
+    return list(find_problems(world.settings(*LINES), run))
+
+
+def test_json_lines_with_samples_verify(lines):
+    world, run = lines
+    assert problems_of(world, run) == []
+    rows = [json.loads(line) for line in run.result("a.parquet").read_text().splitlines()]
+    assert [row["score"] for row in rows] == [0.5, None, None, 1.0, 2.0, 3.0]
+    assert [row["scores"] for row in rows[:3]] == [[0.5, None], None, []]
+    assert {len(row["samples"]) for row in rows} == {2}
+    assert rows[0]["token_ids"] == rows[0]["samples"][0]["token_ids"]
+    errors = [json.loads(line) for line in run.result("b.parquet").read_text().splitlines()]
+    assert {(row["status"], row["samples"]) for row in errors} == {("error", None)}
+
+
+WRONG_LINES = {
+    "rows swapped": lambda rows: [rows[1], rows[0], *rows[2:]],
+    "a row missing": lambda rows: rows[:-1],
+    "a row doubled": lambda rows: [*rows, rows[-1]],
+    "a kept value changed": lambda rows: [rows[0] | {"score": 0.6}, *rows[1:]],
+    "a kept list changed": lambda rows: [rows[0] | {"scores": []}, *rows[1:]],
+    "a sample gone": lambda rows: [rows[0] | {"samples": rows[0]["samples"][:1]}, *rows[1:]],
+    "a sum changed": lambda rows: [rows[0] | {"output_tokens": 99}, *rows[1:]],
+    "a key more": lambda rows: [rows[0] | {"more": 1}, *rows[1:]],
+    "keys in another order": lambda rows: [dict(sorted(rows[0].items())), *rows[1:]],
+    "a text for a number": lambda rows: [rows[0] | {"chunks": "one"}, *rows[1:]],
+    "no object": lambda rows: [[1], *rows[1:]],
+}
+
+
+@pytest.mark.parametrize("change", WRONG_LINES.values(), ids=WRONG_LINES.keys())
+def test_a_wrong_file_of_json_lines_is_found(lines, change):
+    world, run = lines
+    path = run.result("a.parquet")
+    rows = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert any(str(path) in problem for problem in problems_of(world, run))
+
+
+def test_what_workers_say_and_what_is_spooled_may_stay(done):
+    for name in (".cbjob/status/x.json", ".cbjob/input/train/0.parquet"):
+        path = done.folder / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert done.problems() == []
+
+
+def test_rows_that_run_again_are_not_finished(done):
+    write_pending(done.directory, "a.parquet", Pending(Intervals([(2, 4)]), Tally(4)))
+    assert done.problems() == ["shard a.parquet: not finished: 4 of 6 rows are done"]

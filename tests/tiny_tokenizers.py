@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -54,6 +62,36 @@ def byte_fallback(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path
             decoders.Fuse(),
             decoders.Strip(" ", 1, 0),
         ]
+    )
+    return _save(tokenizer, folder, template)
+
+
+def metaspace(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
+    """Save a newer llama-like BPE tokenizer: only the very first word gets a `▁` in front."""
+    alphabet = ["▁", *(chr(code) for code in range(33, 127)), "é", "\n"]
+    vocabulary, merges = _with_words([*_SPECIAL, "<unk>", *alphabet], ["▁" + w for w in _WORDS])
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return _save(tokenizer, folder, template)
+
+
+def unigram(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
+    """Save a unigram tokenizer whose own model knows the special tokens' spelling."""
+    alphabet = ["▁", *(chr(code) for code in range(33, 127)), "\n"]
+    pieces = [("<unk>", 0.0), *((token, -1.0) for token in _SPECIAL)]
+    pieces += [*((letter, -9.0) for letter in alphabet), *(("▁" + word, -3.0) for word in _WORDS)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    return _save(tokenizer, folder, template)
+
+
+def eager_specials(folder: Path, *, template: str | None = CHAT_TEMPLATE) -> Path:
+    """Save a byte-level tokenizer whose special tokens swallow the white space around them."""
+    tokenizer = _byte_level()
+    tokenizer.add_special_tokens(
+        [AddedToken(_SPECIAL[1], lstrip=True), AddedToken(_SPECIAL[2], rstrip=True)]
     )
     return _save(tokenizer, folder, template)
 

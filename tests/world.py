@@ -14,12 +14,14 @@ import pyarrow.parquet as pq
 
 from jobrunner import job as jobs
 from jobrunner.commands.verify import find_problems
-from jobrunner.config import Settings, load_settings
+from jobrunner.config import Settings
 from jobrunner.data.layout import RunDirectory
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.scheduler import Limits, Scheduler
-from jobrunner.job import Job, Summary
+from jobrunner.job import Summary
+from jobrunner.jobfile import load_settings
+from jobrunner.opening import Job
 from jobrunner.records import Step
 from jobrunner.stop import Stop
 from tests.fakes import FakeRunner
@@ -37,7 +39,7 @@ dtype = "float32"
 [generation]
 max_new_tokens = 12
 [progress]
-style = "none"
+style = "off"
 [checkpoint]
 every = "1h"
 part_rows = 10
@@ -180,7 +182,8 @@ class World:
         """Files of state that a finished job should not have."""
         state = self.directory.state
         found = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
-        return [name for name in found if name != "job.json"]
+        # a finished job can still be asked for its status
+        return [name for name in found if name != "job.json" and not name.startswith("status/")]
 
 
 def kill() -> None:

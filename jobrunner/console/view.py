@@ -33,7 +33,7 @@ def clean_lines(text: str) -> str:
 
 
 def view(snapshot: Snapshot) -> RenderableType:
-    """Five lines for a terminal of 80 columns or more."""
+    """Five lines for a terminal of 80 columns or more, and one for the kinds of errors."""
     bar = Table.grid(padding=(0, 2), expand=True)
     bar.add_column(ratio=1)
     for _ in range(3):
@@ -63,7 +63,8 @@ def view(snapshot: Snapshot) -> RenderableType:
     )
     errors = Text(f"errors {snapshot.errors:,}", style="bold red" if snapshot.errors else "")
     state = Text("  ", no_wrap=True, overflow="ellipsis").join([errors, state])
-    return Group(bar, speed, batch, state, _line(f"shard {_shard(snapshot)}"))
+    kinds = [_line(f"  {_kinds(snapshot)}")] if snapshot.errors_by_kind else []
+    return Group(bar, speed, batch, state, *kinds, _line(f"shard {_shard(snapshot)}"))
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -78,11 +79,19 @@ def plain_line(snapshot: Snapshot) -> str:
             f"waiting {snapshot.waiting:,}",
             f"batch {snapshot.batch_size:,}",
             f"KV {_share(snapshot.kv_use)}",
-            f"errors {snapshot.errors:,}",
+            f"errors {_errors(snapshot)}",
             f"elapsed {_duration(snapshot.elapsed_s)}",
             f"shard {_shard(snapshot)}",
         )
     )
+
+
+def postfix(snapshot: Snapshot) -> str:
+    """What a bar over the rows does not say itself."""
+    items = [f"{_rate(snapshot.output_tokens_per_s)} tokens/s"]
+    if snapshot.errors:
+        items.append(f"{snapshot.errors:,} errors")
+    return ", ".join(items)
 
 
 def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) -> str:
@@ -98,16 +107,20 @@ def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) 
         f"  ok       {snapshot.rows_done - snapshot.errors:,}",
         f"  errors   {_errors(snapshot)}",
     ]
+    lines += _error_lines(snapshot)
     if snapshot.stop_share is not None:
-        lines.append(
-            f"  ended    {snapshot.stop_rows:,} by stop ({_share(snapshot.stop_share)}), "
-            f"{snapshot.length_rows:,} cut by length (this run)"
-        )
+        lines.append(f"  ended    {_endings(snapshot)} (this run)")
     lines += [
         f"  speed    {_rate(snapshot.output_tokens_per_s)} output tokens/s, "
         f"{_rate(snapshot.total_tokens_per_s)} total tokens/s, "
         f"{_rate(snapshot.rows_per_s)} rows/s (this run)",
     ]
+    if snapshot.cost is not None:
+        lines.append(
+            f"  cost     {_cost(snapshot.cost)}, "
+            f"{_cost(snapshot.cost_per_million_tokens)} per million tokens, "
+            f"{_cost(snapshot.cost_per_row)} per row (this run)"
+        )
     if snapshot.shards_done:
         look = f"{shlex.quote(python)} -c {shlex.quote(_LOOK)} {shlex.quote(str(results))}"
         lines += [f"  results  {clean(str(results))}", f"  look     {look}"]
@@ -125,11 +138,35 @@ def _line(*items: str) -> Text:
 
 
 def _errors(snapshot: Snapshot) -> str:
+    kinds = _kinds(snapshot)
+    return f"{snapshot.errors:,}" + (f" ({kinds})" if kinds else "")
+
+
+def _kinds(snapshot: Snapshot) -> str:
     reasons = [f"{kind} {count:,}" for kind, count in snapshot.errors_by_kind.items()]
     earlier = snapshot.errors - sum(snapshot.errors_by_kind.values())
     if earlier:
         reasons.append(f"in earlier runs {earlier:,}")
-    return f"{snapshot.errors:,}" + (f" ({', '.join(reasons)})" if reasons else "")
+    return ", ".join(reasons)
+
+
+def _error_lines(snapshot: Snapshot) -> list[str]:
+    """What the first error rows of each kind say."""
+    return [
+        f"    {kind}: {clean(message)}"
+        for kind, messages in snapshot.error_examples.items()
+        for message in messages
+    ]
+
+
+def _endings(snapshot: Snapshot) -> str:
+    endings = [
+        f"{snapshot.stop_rows:,} by stop ({_share(snapshot.stop_share)})",
+        f"{snapshot.length_rows:,} cut by length",
+    ]
+    if snapshot.repetition_rows:
+        endings.append(f"{snapshot.repetition_rows:,} by repetition")
+    return ", ".join(endings)
 
 
 def _shard(snapshot: Snapshot) -> str:
@@ -160,6 +197,14 @@ def _mean(mean: float | None) -> str:
 
 def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _cost(cost: float | None) -> str:
+    if cost is None:
+        return "-"
+    # three digits that tell something, however little a row costs, never in powers of ten
+    decimals = max(2, 2 - math.floor(math.log10(cost))) if cost > 0 else 2
+    return f"{cost:,.{decimals}f}"
 
 
 def _duration(seconds: float | None) -> str:

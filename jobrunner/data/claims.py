@@ -148,7 +148,23 @@ class Claims:
 
     def holder(self, name: str) -> Identity | None:
         """Who holds `name`, if anyone does."""
-        return _read_identity(self._folder / f"{name}.json")
+        return read_identity(self._folder / f"{name}.json")
+
+    def others(self) -> list[Identity]:
+        """The other workers that hold claims and are not known to be gone, in no order."""
+        fresh = self._write_identity()
+        try:
+            now = fresh.stat().st_mtime
+        finally:
+            fresh.unlink(missing_ok=True)
+        found = []
+        for path in self._folder.rglob("*.json"):
+            holder = read_identity(path) if path.is_file() else None
+            if holder is None or holder == self._identity or holder in found:
+                continue
+            if not self._is_stale(path, holder, now, exclusive=True):
+                found.append(holder)
+        return found
 
     def is_dead(self, worker: str) -> bool:
         """Tell whether a worker, named as its temporary files name it, is known to be dead.
@@ -165,7 +181,7 @@ class Claims:
 
         A file that names nobody, as a loss of power leaves it, is a claim of nobody.
         """
-        holder = _read_identity(path)
+        holder = read_identity(path)
         if holder is not None and not self._is_stale(path, holder, now, exclusive):
             return False
         aside = self._own_file()
@@ -174,7 +190,7 @@ class Claims:
         except FileNotFoundError:
             return True
         try:
-            if _read_identity(aside) == holder:
+            if read_identity(aside) == holder:
                 return True
             # another worker took it over between the look and the rename: put theirs back
             os.link(aside, path)
@@ -209,7 +225,7 @@ class Claims:
         return self._temporary / f"{self._identity.worker}.{secrets.token_hex(4)}"
 
     def _is_mine(self, path: Path) -> bool:
-        return _read_identity(path) == self._identity
+        return read_identity(path) == self._identity
 
 
 @contextmanager
@@ -242,7 +258,7 @@ def device_name(device: str) -> str:
     return f"{device}-{visible}"
 
 
-def _read_identity(path: Path) -> Identity | None:
+def read_identity(path: Path) -> Identity | None:
     """Who a claim names; None where there is no claim, or none that can be read."""
     try:
         return Identity(**json.loads(path.read_text()))

@@ -1,4 +1,4 @@
-"""Bring the settings of an input together with its files. Reads footers only."""
+"""Bring the settings of an input together with its files, and name the columns that it needs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobrunner.config import Settings
-from jobrunner.data.layout import result_name
+from jobrunner.config import InputTable, Settings
+from jobrunner.data.columns import PromptKind, check_columns, strange_column
+from jobrunner.data.files import LocalFile, local_path
+from jobrunner.data.formats.content import Wanted
+from jobrunner.data.hub import find_dataset
+from jobrunner.data.layout import RunDirectory, result_name
+from jobrunner.data.openai.requests import OPENAI_COLUMNS
 from jobrunner.data.shards import (
     Shard,
-    check_columns,
     cut_spans,
     find_shards,
-    limit_shards,
     shard_fingerprint,
-    strange_column,
 )
+from jobrunner.data.templates import needed_columns
 from jobrunner.errors import ConfigError
 from jobrunner.records import Span
 
@@ -31,7 +34,9 @@ NAME_BYTES = 255
 class Input:
     """The shards of a job by name, the columns carried into its results, and its spans.
 
-    `strange_column` says, if not empty, that prompts come from a column of another type.
+    `needed` are the columns beside that of the prompts that requests are made of. `origin` are
+    the settings that decide what the rows are. `strange_column` says, if not empty, that prompts
+    come from a column of another type.
     """
 
     shards: Mapping[str, Shard]
@@ -39,36 +44,85 @@ class Input:
     kept_schema: pa.Schema
     spans: tuple[Span, ...]
     strange_column: str
+    needed: tuple[str, ...] = ()
+    origin: Mapping[str, Any] | None = None
 
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies the input; keys name the shards."""
-        return {f"input shard `{name}`": value for name, value in self.fingerprints.items()}
+        """What identifies the input; keys name the settings and the shards."""
+        shards = {f"input shard `{name}`": value for name, value in self.fingerprints.items()}
+        return {**(self.origin or {}), **shards}
 
 
 def open_input(settings: Settings) -> Input:
-    """Find the input's shards and check their columns. Raises ConfigError, InfrastructureError."""
+    """Find the input's shards and check their columns. Raises ConfigError, InfrastructureError.
+
+    Text files are read through once, to count and hash them. A `dataset` that is to be streamed
+    is copied into the run directory first.
+    """
     table = settings.input
-    shards = find_shards(table.path, settings.folder)
+    needed = _needed(table)
+    wanted = Wanted((*((table.column,) if table.column else ()), *needed), _carried(table))
+    if table.dataset is not None:
+        cache = RunDirectory(settings.run_directory, "").state / "input"
+        shards = find_dataset(table, settings.folder, cache, wanted, settings.limit)
+    else:
+        shards = find_shards(
+            table.path or "", settings.folder, table.format, wanted, settings.limit
+        )
     _check_places(settings, shards)
-    if settings.limit is not None:
-        shards = limit_shards(shards, settings.limit)
-    kept_schema = check_columns(shards, [table.column], list(table.keep))
+    kept_schema = check_columns(shards, wanted)
     return Input(
         shards={shard.name: shard for shard in shards},
-        fingerprints={shard.name: dict(shard_fingerprint(shard)) for shard in shards},
+        fingerprints={shard.name: shard_fingerprint(shard) for shard in shards},
         kept_schema=kept_schema,
         spans=tuple(cut_spans(shards)),
-        strange_column=strange_column(shards, table.column, lists=table.messages is not None),
+        strange_column=_strange_column(table, shards),
+        needed=needed,
+        origin=_origin(table, shards),
     )
+
+
+def _needed(table: InputTable) -> tuple[str, ...]:
+    of_format = OPENAI_COLUMNS if table.format == "openai" else ()
+    return tuple(dict.fromkeys((*of_format, *needed_columns(table))))
+
+
+def _carried(table: InputTable) -> tuple[str, ...]:
+    named = [*table.keep, table.id]
+    return tuple(dict.fromkeys(name for name in named if name is not None))
+
+
+def _origin(table: InputTable, shards: Sequence[Shard]) -> dict[str, Any]:
+    """The settings that decide how the same bytes become rows, or where rows come from."""
+    if table.dataset is not None:
+        named = ("dataset", "split", "streaming")
+        return {f"input.{name}": getattr(table, name) for name in named} | {"input.id": table.id}
+    of_rows = "openai" if table.format == "openai" else shards[0].content.format
+    return {"input.format": of_rows, "input.id": table.id}
+
+
+def _strange_column(table: InputTable, shards: Sequence[Shard]) -> str:
+    if table.column is None:
+        return ""
+    kind: PromptKind = "text"
+    if table.messages is not None:
+        kind = "messages"
+    elif table.token_ids is not None:
+        kind = "token_ids"
+    return strange_column(shards, table.column, kind)
 
 
 def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
     """Refuse results that would become input, and two shards with one result file."""
     run = settings.run_directory
+    path = local_path(settings.input.path or "")
+    searched = "**" in path or (settings.folder / path).is_dir()
     for shard in shards:
-        root = shard.path.parents[shard.name.count("/")].resolve()
-        searched = "**" in settings.input.path or (settings.folder / settings.input.path).is_dir()
-        if shard.path.resolve().is_relative_to(run) or (searched and run.is_relative_to(root)):
+        if not isinstance(shard.file, LocalFile) or settings.input.path is None:
+            continue
+        file = shard.file.path
+        root = file.parents[shard.name.count("/")].resolve()
+        if file.resolve().is_relative_to(run) or (searched and run.is_relative_to(root)):
             raise ConfigError(
                 f"the run directory `{run}` lies in the input `{settings.input.path}`:"
                 " results would become input",

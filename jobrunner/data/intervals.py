@@ -45,6 +45,11 @@ class Intervals:
             min(self._stops[i], stop) - max(self._starts[i], start) for i in range(first, last)
         )
 
+    def complement(self, stop: int) -> Intervals:
+        """The indices from 0 up to, not including, `stop` that are not here."""
+        starts = [0, *self._stops]
+        return Intervals(zip(starts, [*self._starts, stop], strict=True))
+
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, int):
             return False

@@ -1,11 +1,15 @@
 """Where files lie in a run directory, and how one comes to be there whole or not at all.
 
-    results/<shard>.parquet      finished shards, for readers
+    results/<shard>.parquet      finished shards, for readers; .jsonl, .jsonl.gz, .jsonl.zst
     log.txt metrics.jsonl        for people and dashboards
     .cbjob/job.json              what the run was begun with
     .cbjob/parts/<shard>/        finished rows of unfinished shards
     .cbjob/partials/<shard>/     tokens of rows in flight
+    .cbjob/retries/<shard>/      which rows of a finished shard run again
+    .cbjob/tallies/<shard>/      what a result file says of itself that has no footer to say it in
     .cbjob/claims/               who works on what
+    .cbjob/status/               what each worker last said of itself
+    .cbjob/input/                rows of a streamed dataset
     .cbjob/tmp/                  files being written
 
 Knows nothing of what the files mean.
@@ -15,17 +19,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pyarrow as pa
 
 from jobrunner.records import Span
 
-# how a row ended: the columns of a part, and of a result file after those kept from the input
+# How a row ended: the columns of a part, and of a result file after those kept from the input.
+# Of a row with several samples `output_tokens` is their sum; `text`, `finish_reason`, `token_ids`,
+# `logprobs` and `chunks` are those of the first sample. A row is an error if one of its samples is:
+# its answer, `token_ids`, `logprobs` and `samples` are null then.
 OUTCOME_SCHEMA = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
@@ -39,13 +47,63 @@ OUTCOME_SCHEMA = pa.schema(
     ]
 )
 
+# a log-probability of minus infinity is null, as JSON has no word for it
+LOGPROBS_TYPE = pa.list_(
+    pa.struct(
+        {
+            "token_id": pa.int64(),
+            "logprob": pa.float64(),
+            "top": pa.list_(pa.struct({"token_id": pa.int64(), "logprob": pa.float64()})),
+        }
+    )
+)
+# columns that only some jobs have, in this order after those of OUTCOME_SCHEMA
+EXTRA_FIELDS = {
+    "truncated_tokens": pa.field("truncated_tokens", pa.int64(), nullable=False),
+    "prompt_text": pa.field("prompt_text", pa.string()),
+    "token_ids": pa.field("token_ids", pa.list_(pa.int64())),
+    "logprobs": pa.field("logprobs", LOGPROBS_TYPE),
+    "chunks": pa.field("chunks", pa.int64(), nullable=False),
+    "samples": pa.field(
+        "samples",
+        pa.list_(
+            pa.struct(
+                {
+                    "text": pa.string(),
+                    "finish_reason": pa.string(),
+                    "output_tokens": pa.int64(),
+                    "token_ids": pa.list_(pa.int64()),
+                    "logprobs": LOGPROBS_TYPE,
+                }
+            )
+        ),
+    ),
+}
+# what a shard's name may end in that its result file's does not
+_INPUT_SUFFIX = re.compile(
+    r"(?<=[^/])\.(parquet|pq|jsonl|ndjson|json|csv|tsv|arrow)(\.(gz|zst|bz2|xz))?$"
+)
+# no column carried over from the input may have one of these names
+TAKEN_NAMES = (*OUTCOME_SCHEMA.names, *EXTRA_FIELDS)
+
+
+def outcome_schema(extras: Collection[str] = ()) -> pa.Schema:
+    """The columns of a job's outcomes; `extras` are names of `EXTRA_FIELDS`."""
+    return pa.schema(
+        [*OUTCOME_SCHEMA, *(field for name, field in EXTRA_FIELDS.items() if name in extras)]
+    )
+
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths of one run directory, for one worker: `worker` names its temporary files."""
+    """The paths of one run directory, for one worker: `worker` names its temporary files.
+
+    `suffix` is what the names of result files end in.
+    """
 
     root: Path
     worker: str
+    suffix: str = ".parquet"
 
     @property
     def results(self) -> Path:
@@ -64,11 +122,21 @@ class RunDirectory:
         return self.state / "claims"
 
     @property
+    def status(self) -> Path:
+        return self.state / "status"
+
+    @property
     def temporary(self) -> Path:
         return self.state / "tmp"
 
     def result(self, shard: str) -> Path:
-        return self.results / result_name(shard)
+        return self.results / result_name(shard, self.suffix)
+
+    def tally(self, shard: str) -> Path:
+        return self.state / "tallies" / shard / "tally.json"
+
+    def retries(self, shard: str) -> Path:
+        return self.state / "retries" / shard / "rows.json"
 
     def parts(self, shard: str) -> Path:
         return self.state / "parts" / shard
@@ -118,9 +186,9 @@ def _move(temporary: Path, target: Path) -> None:
         return
 
 
-def result_name(shard: str) -> str:
+def result_name(shard: str, suffix: str = ".parquet") -> str:
     """Name the result file of a shard, relative to the folder of results."""
-    return shard if PurePosixPath(shard).suffix == ".parquet" else f"{shard}.parquet"
+    return _INPUT_SUFFIX.sub("", shard) + suffix
 
 
 def make_folder(folder: Path) -> None:

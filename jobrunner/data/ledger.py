@@ -14,12 +14,14 @@ from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Self
 
 from jobrunner.data.claims import HEARTBEAT_S, Claims
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.merge import compact
+from jobrunner.data.pending import is_merged
 from jobrunner.data.progress import (
     Progress,
     discard_partials,
@@ -28,7 +30,8 @@ from jobrunner.data.progress import (
     save_partials,
 )
 from jobrunner.data.results import Results, Tally, discard_leftovers
-from jobrunner.records import Completion, Partial, RowId, Span
+from jobrunner.data.samples import Answer, FinishedRow, Gathering
+from jobrunner.records import Completion, Partial, SampleId, Span
 
 # how often a worker with nothing left to claim looks at what the others hold
 POLL_S = 1.0
@@ -40,7 +43,7 @@ class Assignment:
 
     span: Span
     done: Intervals
-    partials: Mapping[RowId, Partial]
+    partials: Mapping[SampleId, Partial]
 
 
 class Ledger:
@@ -66,6 +69,7 @@ class Ledger:
         self._claims = claims
         self._progress = progress
         self._results = results
+        self._gathering = Gathering()
         self._spans = list(spans)
         self._merge = merge
         self._check_input = check_input
@@ -117,11 +121,19 @@ class Ledger:
         starts = {shard: partial_starts(self._run, shard) for shard in shards}
         spans = [span for span in self._spans if span.start in starts[span.shard]]
         partials = [p for span in spans for p in self._unfinished(span).values()]
-        return len(partials), sum(len(p.tokens) for p in partials)
+        return len({p.id for p in partials}), sum(len(p.tokens) for p in partials)
 
-    def finish(self, completion: Completion, text: str | None) -> None:
-        """Take a finished row; it is final after the next checkpoint."""
-        self._results.add(completion, text)
+    def finish(
+        self, completion: Completion, text: str | None, prompt_text: str | None = None
+    ) -> FinishedRow | None:
+        """Take a finished sample; return its row if this was the last sample of it.
+
+        A finished row is final after the next checkpoint.
+        """
+        row = self._gathering.add(Answer(completion, text, prompt_text))
+        if row is not None:
+            self._results.add(row)
+        return row
 
     @property
     def full(self) -> bool:
@@ -134,19 +146,22 @@ class Ledger:
         return not self._results.shards
 
     def checkpoint(self, in_flight: Iterable[Partial]) -> None:
-        """Commit what is finished, save what is in flight, let go of spans that are done."""
+        """Commit what is finished, save what is in flight, let go of spans that are done.
+
+        A finished sample whose row has others in flight is saved with them.
+        """
         for shard in self._results.shards:
             self._check_input(shard)
         committed = self._results.commit()
         partials: dict[str, list[Partial]] = defaultdict(list)
-        for saved in in_flight:
+        for saved in chain(in_flight, self._gathering.partials()):
             partials[saved.id.shard].append(saved)
         for shard in committed:
             compact(self._run, shard)
         with self._lock:
             self._progress.mark_done(committed)
             for shard in committed:
-                if self._run.result(shard).exists():
+                if is_merged(self._run, shard):
                     # others finished the shard while this worker was stopped
                     self._progress.refresh(shard)
                     discard_leftovers(self._run, shard)
@@ -209,11 +224,11 @@ class Ledger:
                 return None
             return assignment
 
-    def _unfinished(self, span: Span) -> dict[RowId, Partial]:
+    def _unfinished(self, span: Span) -> dict[SampleId, Partial]:
         """The saved tokens of the rows of a span that are not done."""
         done = self._progress[span.shard].done
         partials = load_partials(self._run, span)
-        return {row: saved for row, saved in partials.items() if row.index not in done}
+        return {sample: saved for sample, saved in partials.items() if saved.id.index not in done}
 
     def _let_go(self, span: Span) -> None:
         discard_partials(self._run, span)
@@ -232,7 +247,9 @@ class Ledger:
                 continue
             if not self._claims.acquire(_merge_claim(shard)):
                 continue
-            if self._progress.refresh(shard).merged:
+            # others may have merged it, or made its error rows run again
+            known = self._progress.refresh(shard)
+            if known.merged or not known.all_done:
                 self._claims.release(_merge_claim(shard))
             else:
                 self._merging = (shard, _in_background(partial(self._merge, shard)))
@@ -243,8 +260,10 @@ class Ledger:
         The latter wait in the window or are not read again yet.
         """
         done = self._progress[span.shard].done
-        current = {p.id: p for p in partials if span.start <= p.id.index < span.stop}
-        saved = {row: p for row, p in self._held[span].partials.items() if row.index not in done}
+        mine = (p for p in partials if span.start <= p.id.index < span.stop)
+        current = {SampleId(p.id, p.sample): p for p in mine}
+        before = self._held[span].partials.items()
+        saved = {sample: p for sample, p in before if p.id.index not in done}
         save_partials(self._run, span, list((saved | current).values()))
         discard_partials(self._run, span, keep_mine=True)
 

@@ -44,20 +44,29 @@ def missing_demo_files(folder: Path) -> list[str]:
     return [name for name in DEMO_FILES if not (folder / name).is_file()]
 
 
-def resolve_model(name: str, base: Path) -> Path:
+def resolve_model(name: str, base: Path, revision: str | None = None) -> Path:
     """Turn `model.name` into a local folder: `demo`, a folder relative to `base`, or a hub id.
 
     A folder wins over a hub id of the same name; a hub model is downloaded into the hub's own
-    cache, or taken from there. Raises ConfigError when the name leads to no usable model and
-    InfrastructureError when the hub or the disk fails.
+    cache, or taken from there. `revision` is a branch, tag or commit of a hub model. Raises
+    ConfigError when the name leads to no usable model and InfrastructureError when the hub or
+    the disk fails.
     """
+    folder = base / os.path.expanduser(name)
+    on_hub = name != DEMO_NAME and _HUB_ID.fullmatch(name) and not folder.exists()
+    if revision is not None and not on_hub:
+        raise ConfigError(
+            f"`model.revision` is `{revision}`, but `model.name` `{name}` is not on a hub",
+            hint="revisions belong to hub models `org/name`: leave the key out",
+        )
     if name == DEMO_NAME:
         return _demo_model()
-    folder = base / os.path.expanduser(name)
+    if on_hub:
+        return _hub_model(name, folder, revision)
     if folder.is_dir():
         return _local_model(name, folder)
-    if _HUB_ID.fullmatch(name) and not folder.exists():
-        return _hub_model(name, folder)
+    if folder.suffix == ".gguf":
+        raise _gguf_error(name)
     raise ConfigError(
         f"`model.name` is `{name}`, but there is no folder `{folder}`",
         hint="give a folder that holds config.json (relative to the job file), "
@@ -77,6 +86,7 @@ def _demo_model() -> Path:
 
 
 def _local_model(name: str, folder: Path) -> Path:
+    _check_kind(name, folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"`model.name` is `{name}`, but the folder `{folder}` lacks config.json",
@@ -85,19 +95,42 @@ def _local_model(name: str, folder: Path) -> Path:
     return folder
 
 
-def _hub_model(name: str, folder: Path) -> Path:
+def _check_kind(name: str, folder: Path) -> None:
+    """Refuse folders that hold something else than a whole model in the transformers format."""
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"`model.name` is `{name}`, which holds an adapter; LoRA adapters are not supported",
+            hint="merge it into its base model first: PEFT's `merge_and_unload`, then "
+            "`save_pretrained`",
+        )
+    if not (folder / "config.json").is_file() and any(folder.glob("*.gguf")):
+        raise _gguf_error(name)
+
+
+def _gguf_error(name: str) -> ConfigError:
+    return ConfigError(
+        f"`model.name` is `{name}`, which is in GGUF",
+        hint="take the model in the transformers format",
+    )
+
+
+def _hub_model(name: str, folder: Path, revision: str | None) -> Path:
     # imported here: it costs half a second that a local model must not pay
     from huggingface_hub import snapshot_download
 
     try:
         snapshot = Path(
             snapshot_download(
-                name, allow_patterns=list(_HUB_WANTED), ignore_patterns=list(_HUB_UNWANTED)
+                name,
+                revision=revision,
+                allow_patterns=list(_HUB_WANTED),
+                ignore_patterns=list(_HUB_UNWANTED),
             )
         )
     # the hub's client lets errors of its HTTP library through, and that library has changed
     except Exception as failure:
-        raise _hub_error(name, folder, failure) from failure
+        raise _hub_error(name, folder, revision, failure) from failure
+    _check_kind(name, snapshot)
     if not (snapshot / "config.json").is_file():
         raise ConfigError(
             f"`model.name` is `{name}`, but that hub model has no config.json",
@@ -111,11 +144,12 @@ def _hub_model(name: str, folder: Path) -> Path:
     return snapshot
 
 
-def _hub_error(name: str, folder: Path, failure: Exception) -> JobError:
+def _hub_error(name: str, folder: Path, revision: str | None, failure: Exception) -> JobError:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
+        RevisionNotFoundError,
     )
 
     # gated is a kind of not found: it has to be asked first
@@ -128,6 +162,11 @@ def _hub_error(name: str, folder: Path, failure: Exception) -> JobError:
         return ConfigError(
             f"`model.name` is `{name}`, but there is no folder `{folder}` and no such hub model",
             hint="check the spelling; a private model needs `hf auth login`",
+        )
+    if isinstance(failure, RevisionNotFoundError):
+        return ConfigError(
+            f"`model.revision` is `{revision}`, but the hub model `{name}` has no such revision",
+            hint="give a branch, a tag or a commit of it",
         )
     if isinstance(failure, LocalEntryNotFoundError):
         return InfrastructureError(

@@ -6,28 +6,32 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.layout import RunDirectory, files_in, is_gone, remove
+from jobrunner.data.layout import LOGPROBS_TYPE, RunDirectory, files_in, is_gone, remove
+from jobrunner.data.pending import drop_pending, is_merged, read_pending
+from jobrunner.data.result_files import read_result_tally
 from jobrunner.data.results import (
     Tally,
     discard_leftovers,
-    read_parts,
-    read_result_tally,
+    live_parts,
     reading_own,
     remove_replaced,
 )
-from jobrunner.records import Partial, RowId, Span
+from jobrunner.records import Partial, RowId, SampleId, Span, TokenLogprob
 
 PARTIAL_NAME = re.compile(r"\d{12}-.*\.parquet")
 PARTIAL_SCHEMA = pa.schema(
     [
         pa.field("row", pa.int64(), nullable=False),
+        pa.field("sample", pa.int64(), nullable=False),
         pa.field("attempt", pa.int64(), nullable=False),
         pa.field("tokens", pa.list_(pa.int64()), nullable=False),
+        pa.field("logprobs", LOGPROBS_TYPE),
     ]
 )
 
@@ -36,8 +40,8 @@ PARTIAL_SCHEMA = pa.schema(
 class ShardProgress:
     """What is known of one shard: its finished rows and their sums.
 
-    `merged` says that its result file exists. Two workers may have finished one row twice:
-    `tally` of an unmerged shard counts it twice, `done` once.
+    `merged` says that its result file exists and none of its rows runs again. Two workers may
+    have finished one row twice: `tally` of an unmerged shard counts it twice, `done` once.
     """
 
     rows: int
@@ -79,7 +83,7 @@ class Progress:
 
     @property
     def unmerged(self) -> list[str]:
-        """The shards without a result file, in order."""
+        """The shards that have no result file yet, or one that will be replaced, in order."""
         return [shard for shard, progress in self._shards.items() if not progress.merged]
 
     @property
@@ -105,20 +109,19 @@ class Progress:
     def _read(self, shard: str) -> ShardProgress:
         rows = self._rows[shard]
         while True:
-            if self._run.result(shard).exists():
-                tally = read_result_tally(self._run.result(shard))
+            if is_merged(self._run, shard):
+                tally = read_result_tally(self._run, shard)
                 return ShardProgress(rows, Intervals([(0, rows)]), tally, merged=True)
-            parts = read_parts(self._run, shard)
+            pending = read_pending(self._run, shard)
+            parts = live_parts(self._run, shard)
             # a shard merged between the two looks has a result and perhaps no parts
-            if not self._run.result(shard).exists():
+            if not is_merged(self._run, shard):
                 break
-        done = Intervals()
-        tally = Tally()
-        replaced = {name for footer in parts.values() for name in footer.replaces}
-        for path, footer in parts.items():
+        done = pending.rows.complement(rows) if pending is not None else Intervals()
+        tally = pending.kept if pending is not None else Tally()
+        for footer in parts.values():
             done.update(footer.rows)
-            if path.name not in replaced:
-                tally += footer.tally
+            tally += footer.tally
         return ShardProgress(rows, done, tally, merged=False)
 
 
@@ -129,11 +132,15 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], 
     files are nobody's.
     """
     for shard in shards:
-        if run.result(shard).exists():
+        if not run.result(shard).exists():
+            drop_pending(run, shard)
+        if is_merged(run, shard):
             discard_leftovers(run, shard)
         else:
-            remove_replaced(run, shard, read_parts(run, shard))
+            remove_replaced(run, shard)
     remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
+    # what a worker said of itself is named like its temporary files
+    remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
 
 
 def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> None:
@@ -142,20 +149,17 @@ def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> Non
     if not partials:
         remove([target])
         return
-    table = pa.Table.from_pylist(
-        [{"row": p.id.index, "attempt": p.attempt, "tokens": p.tokens} for p in partials],
-        schema=PARTIAL_SCHEMA,
-    )
+    table = pa.Table.from_pylist([_saved(partial) for partial in partials], schema=PARTIAL_SCHEMA)
     with run.writing(target) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 
-def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
+def load_partials(run: RunDirectory, span: Span) -> dict[SampleId, Partial]:
     """Read the tokens of a span's rows in flight, as any worker saved them.
 
-    Where two workers had the same row, the longer text is kept: both draw the same tokens.
+    Where two workers had the same sample, the longer text is kept: both draw the same tokens.
     """
-    found: dict[RowId, Partial] = {}
+    found: dict[SampleId, Partial] = {}
     for path in _partial_files(run, span):
         try:
             with reading_own(path):
@@ -166,11 +170,42 @@ def load_partials(run: RunDirectory, span: Span) -> dict[RowId, Partial]:
                 continue
             raise
         for entry in entries:
-            row = RowId(span.shard, entry["row"])
-            saved = Partial(row, entry["tokens"], entry["attempt"])
-            if row not in found or len(saved.tokens) > len(found[row].tokens):
-                found[row] = saved
+            saved = _loaded(span.shard, entry)
+            sample = SampleId(saved.id, saved.sample)
+            if sample not in found or len(saved.tokens) > len(found[sample].tokens):
+                found[sample] = saved
     return found
+
+
+def _saved(partial: Partial) -> dict[str, object]:
+    logprobs = [
+        {
+            "token_id": token.token,
+            "logprob": token.logprob,
+            "top": [{"token_id": one, "logprob": logprob} for one, logprob in token.top],
+        }
+        for token in partial.logprobs
+    ]
+    return {
+        "row": partial.id.index,
+        "sample": partial.sample,
+        "attempt": partial.attempt,
+        "tokens": partial.tokens,
+        "logprobs": logprobs or None,
+    }
+
+
+def _loaded(shard: str, entry: dict[str, Any]) -> Partial:
+    logprobs = tuple(
+        TokenLogprob(
+            token["token_id"],
+            token["logprob"],
+            tuple((one["token_id"], one["logprob"]) for one in token["top"]),
+        )
+        for token in entry["logprobs"] or ()
+    )
+    row = RowId(shard, entry["row"])
+    return Partial(row, entry["tokens"], entry["attempt"], entry["sample"], logprobs)
 
 
 def partial_starts(run: RunDirectory, shard: str) -> set[int]:

@@ -2,102 +2,113 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
 
+from jobrunner.config import SOURCES, GenerationTable, InputTable
+from jobrunner.data.chat import open_chat
+from jobrunner.data.encoding import Draft, Encoder
+from jobrunner.data.faults import RowFault
+from jobrunner.data.material import Materials
+from jobrunner.data.openai.requests import read_request
+from jobrunner.data.openai.token_bytes import TokenSpelling
+from jobrunner.data.parameters import RowParameters, effective_generation
+from jobrunner.data.sampling import Samplings
 from jobrunner.data.text import Decoder, Stream
-from jobrunner.errors import ConfigError, ModelError
-from jobrunner.records import (
-    Completion,
-    ErrorKind,
-    Partial,
-    Request,
-    Row,
-    RowError,
-    RowId,
-    Sampling,
-    TextStream,
+from jobrunner.data.tokenizer import Tokenizer
+from jobrunner.records import Completion, Partial, Request, Row, SampleId, TextStream
+
+# settings of the input that decide about requests
+_DESCRIBED = (
+    "system chat template prefill tools params token_ids too_long chat_template_kwargs".split()
 )
 
 
 class Prompts:
     """Turns rows into requests and completions into text, with the tokenizer of one model.
 
-    `kind` says what rows bring: the text of a prompt, or a list of messages. `chat` says
-    whether a prompt goes through the chat template, "auto" if the model has one. Lengths are
-    in tokens. `job_seed` keys the random draws by row; `seed`, if given, keys them for every
-    row alike. Encoding on one thread and decoding on another is safe.
+    `input` and `generation` are the job's settings, `base` is the folder of its file. Lengths
+    are in tokens. `job_seed` keys the random draws by row, but where a seed is given: that one
+    keys them for every row alike. `logprobs` asks for log-probabilities, as in `Sampling`.
+    Encoding on one thread and decoding on another is safe.
 
-    Raises ModelError where the folder has no usable tokenizer, ConfigError where messages, a
-    system prompt or `chat=True` ask for a chat template that is not there.
+    Text that spells a special token is text where it comes from rows or from `input.system`; in
+    the job's own templates (`input.template`, `input.prefill`) it is that token, as in a chat
+    template. A prefill is part of the prompt, not of the output's text.
+
+    Raises ModelError where the folder has no usable tokenizer, ConfigError where settings do not
+    go with the model: no chat template, a template that is none, unknown tokens.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        kind: Literal["prompt", "messages"],
-        system: str | None,
-        chat: Literal["auto"] | bool,
-        max_model_len: int,
+        input: InputTable,
+        generation: GenerationTable,
         job_seed: int,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        stop: tuple[str, ...] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        seed: int | None = None,
+        max_model_len: int,
+        base: Path,
+        logprobs: int | None = None,
     ) -> None:
-        self._tokenizer = _load(folder)
-        self._decoder = Decoder(self._tokenizer)
-        self._template = _template(self._tokenizer)
-        self._chat = self._template is not None if chat == "auto" else chat
-        self._kind = kind
-        self._system = system
-        self._max_model_len = max_model_len
+        self._tokenizer = Tokenizer(folder)
+        self._decoder = Decoder(self._tokenizer.loaded)
+        self._spelling = TokenSpelling(self._tokenizer.loaded)
+        self._input = input
         self._job_seed = job_seed
-        self._max_new_tokens = max_new_tokens
-        self._temperature = temperature
-        self._top_p = top_p
-        self._stop = stop
-        self._ignore_eos = ignore_eos
-        self._seed = seed
-        self._end_ids = _end_ids(folder, self._tokenizer)
-        self._stop_ids = frozenset(stop_token_ids) | (frozenset() if ignore_eos else self._end_ids)
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._check_template(folder)
+        self._max_model_len = max_model_len
+        self._logprobs = logprobs
+        literal = self._tokenizer.literal
+        all_marked = literal.spelled_in(input.system)
+        system = literal.mark(input.system) if all_marked else input.system
+        self._chat = open_chat(self._tokenizer.loaded, input, folder, base, system)
+        vocabulary = self._tokenizer.vocabulary
+        self._materials = Materials(input, self._chat, vocabulary)
+        self._encoder = Encoder(
+            self._tokenizer, self._materials, input, max_model_len, all_marked=all_marked
+        )
+        self._generation = effective_generation(generation, folder)
+        self._parameters = RowParameters(input.params, self._generation, vocabulary)
+        self._samplings = Samplings(self._generation, job_seed, self._tokenizer.end_ids)
+
+    @property
+    def effective(self) -> Mapping[str, object]:
+        """The generation parameters of a row that sets none, by their names in a job file."""
+        values = self._generation.model_dump(exclude={"use_model_defaults"})
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
     def encode(
-        self, rows: Sequence[Row], resumed: Mapping[RowId, Partial]
+        self, rows: Sequence[Row], resumed: Mapping[SampleId, Partial]
     ) -> list[Request | Completion]:
-        """Turn each row into a request, or into a completion that carries its error.
+        """Turn each row into its requests, one a sample, or a completion that carries its error.
 
-        Same length and order as `rows`. A row in `resumed` goes on after its saved tokens, as
-        the next attempt.
+        In the order of `rows` and samples. A sample in `resumed` goes on after its saved tokens,
+        as the next attempt.
         """
-        texts = [self._text_of(row) for row in rows]
-        prompts = self._tokenize(rows, texts)
-        return [
-            self._request(row, prompt, resumed.get(row.id))
-            for row, prompt in zip(rows, prompts, strict=True)
-        ]
+        drafts = [self._draft(row) for row in rows]
+        self._encoder.encode(drafts)
+        return [outcome for draft in drafts for outcome in self._outcomes(draft, resumed)]
 
     def text(self, completion: Completion) -> str:
         """Decode the output: no stop id, nothing from the stop string on, nothing special.
 
         A character is whole or, where the length cut it, exactly one U+FFFD.
         """
-        tokens = completion.tokens
-        if completion.stop_string is None:
-            ended = completion.finish_reason == "stop" and tokens and tokens[-1] in self._stop_ids
-            return self._decoder.decode(tokens[:-1] if ended else tokens)
-        text = self._decoder.decode(tokens)
-        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        return text[: min(found)] if found else text
+        tokens, request = completion.tokens, completion.request
+        if completion.stop_string is not None:
+            return self._before(completion.stop_string, tokens)
+        stop_ids = () if request is None else request.sampling.stop_ids
+        ended = completion.finish_reason == "stop" and tokens and tokens[-1] in stop_ids
+        return self._decoder.decode(tokens[:-1] if ended else tokens)
+
+    def prompt_text(self, request: Request) -> str:
+        """The prompt as the model sees it: special tokens are visible."""
+        return self._tokenizer.visible(request.prompt)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for; a special one for its name."""
+        return self._spelling(token)
 
     def open_text(self) -> TextStream:
         """Open a stream that turns the output tokens of one request into text."""
@@ -105,237 +116,79 @@ class Prompts:
 
     def describe(self) -> dict[str, object]:
         """Name what decides about requests, beside rows and the tokenizer's files, with values."""
-        template = _digest(self._template) if self._chat and self._template else None
+        # what TOML has and JSON has not, as dates, is text
+        settings = json.loads(
+            json.dumps(self._input.model_dump(include={*_DESCRIBED}), default=str)
+        )
         return {
-            "input kind": self._kind,
-            "input.system": self._system,
-            "input.chat": self._chat,
-            "chat template": template,
-            "end ids": sorted(self._end_ids),
+            "input kind": _kind(self._input),
+            **{f"input.{key}": settings[key] for key in _DESCRIBED},
+            "chat template": None if self._chat is None else self._chat.digest,
+            "end ids": sorted(self._tokenizer.end_ids),
             "model.max_model_len": self._max_model_len,
             "job.seed": self._job_seed,
-            "generation.seed": self._seed,
-            "generation.max_new_tokens": self._max_new_tokens,
-            "generation.temperature": self._temperature,
-            "generation.top_p": self._top_p,
-            "generation.stop": list(self._stop),
-            "generation.stop_token_ids": list(self._stop_token_ids),
-            "generation.ignore_eos": self._ignore_eos,
+            **{f"generation.{key}": value for key, value in self.effective.items()},
+            "output.logprobs": self._logprobs,
         }
 
-    def _check_template(self, folder: Path) -> None:
-        if self._kind == "messages" and self._chat is False and self._template is not None:
-            raise ConfigError(
-                "`input.messages` needs the chat template, and `input.chat` is false",
-                hint="remove `input.chat`, or give the text of prompts with `input.prompt`",
-            )
-        if self._template is None and (self._chat or self._kind == "messages"):
-            wanted = "`input.messages`" if self._kind == "messages" else "`input.chat = true`"
-            raise ConfigError(
-                f"{wanted} needs a chat template, and the model in `{folder}` has none",
-                hint="use a model tuned for chat, or raw prompts with `input.prompt`",
-            )
-        if self._system is not None and not self._chat:
-            raise ConfigError(
-                "`input.system` needs a chat template, and none is used",
-                hint="use a model tuned for chat, or put the words into the prompts",
-            )
-
-    def _text_of(self, row: Row) -> str | RowError:
-        """The text to tokenise: the prompt as it is, or rendered by the chat template."""
-        value = row.value
-        if value is None:
-            return _error("null_prompt", row, "is null")
-        if isinstance(value, bytes):
-            return _bytes_error(row, value)
-        if self._kind == "messages":
-            fault = _messages_fault(value)
-            if fault is not None:
-                return _error("bad_type", row, fault)
-            messages = [_without_nulls(message) for message in value]  # type: ignore[attr-defined]
-            if not messages:
-                return _error("empty_prompt", row, "has no messages")
-            text: str | RowError = self._render(row, messages)
-        elif not isinstance(value, str):
-            return _error("bad_type", row, f"is of type {type(value).__name__}, not text")
-        elif not self._chat:
-            text = value
-        elif value == "":
-            return _error("empty_prompt", row, "is empty")
-        else:
-            text = self._render(row, [{"role": "user", "content": value}])
-        if isinstance(text, str) and (fault := _text_fault(text)) is not None:
-            return _error("bad_text", row, fault)
-        return text
-
-    def _render(self, row: Row, messages: list[Any]) -> str | RowError:
-        if self._system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self._system}, *messages]
+    def _draft(self, row: Row) -> Draft:
+        """Read what a row brings, and what parameters it sets."""
+        draft = Draft(row, self._generation, self._logprobs, error=row.error)
+        if row.error is not None:
+            return draft
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+            if self._input.format == "openai":
+                asked = read_request(row.others)
+                material = self._materials.take_asked(asked)
+                draft.generation = self._parameters.changed_by(asked.params, "its body")
+                if asked.logprobs is not None:
+                    draft.logprobs = asked.logprobs
+            else:
+                material = self._materials.take(row)
+                draft.generation = self._parameters.of(row)
+            draft.material = material
+        except RowFault as fault:
+            draft.fail(fault)
+        return draft
+
+    def _outcomes(
+        self, draft: Draft, resumed: Mapping[SampleId, Partial]
+    ) -> Sequence[Request | Completion]:
+        if draft.error is not None:
+            length = draft.prompt_tokens
+            return [Completion(draft.row.id, prompt_tokens=length, error=draft.error)]
+        return self._requests(draft, resumed)
+
+    def _requests(self, draft: Draft, resumed: Mapping[SampleId, Partial]) -> list[Request]:
+        assert draft.ids is not None
+        row = draft.row.id
+        room = self._max_model_len - len(draft.ids)
+        samplings = self._samplings.of(draft.generation, row, room=room, logprobs=draft.logprobs)
+        requests = []
+        for sample, sampling in enumerate(samplings):
+            saved = resumed.get(SampleId(row, sample)) if resumed else None
+            request = Request(
+                row,
+                draft.ids,
+                sampling,
+                output=saved.tokens if saved else (),
+                attempt=saved.attempt + 1 if saved else 1,
+                sample=sample,
+                samples=len(samplings),
+                truncated_tokens=draft.truncated_tokens,
+                logprobs=saved.logprobs if saved else (),
             )
-        except Exception as error:  # noqa: BLE001 - a template is a program, it raises anything
-            return _error("template_error", row, f"makes the chat template fail: {error}")
-        return text
+            requests.append(request)
+        return requests
 
-    def _tokenize(
-        self, rows: Sequence[Row], texts: Sequence[str | RowError]
-    ) -> list[list[int] | RowError]:
-        good = [text for text in texts if isinstance(text, str)]
-        try:
-            encoded: Iterator[list[int] | RowError] = iter(self._ids(good))
-        except Exception:  # noqa: BLE001 - tokenizers raises bare Exception; row by row finds which
-            encoded = (
-                self._ids_or_error(row, text)
-                for row, text in zip(rows, texts, strict=True)
-                if isinstance(text, str)
-            )
-        return [next(encoded) if isinstance(text, str) else text for text in texts]
-
-    def _ids_or_error(self, row: Row, text: str) -> list[int] | RowError:
-        try:
-            return self._ids([text])[0]
-        except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception
-            return _error("bad_text", row, f"cannot be tokenised: {error}")
-
-    def _ids(self, texts: list[str]) -> list[list[int]]:
-        # a template writes the special tokens itself: the tokenizer must not add its own BOS
-        encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(
-            texts, add_special_tokens=not self._chat
-        )
-        return [encoding.ids for encoding in encodings]
-
-    def _request(
-        self, row: Row, prompt: list[int] | RowError, partial: Partial | None
-    ) -> Request | Completion:
-        if isinstance(prompt, RowError):
-            return Completion(row.id, error=prompt)
-        if not prompt:
-            return Completion(row.id, error=_error("empty_prompt", row, "yields no tokens"))
-        length = len(prompt)
-        room = self._max_model_len - length
-        if room < 1:
-            words = f"has {length:,} tokens, limit {self._max_model_len - 1:,}"
-            error = _error("prompt_too_long", row, words)
-            return Completion(row.id, prompt_tokens=length, error=error)
-        sampling = Sampling(
-            max_new_tokens=min(self._max_new_tokens, room),
-            temperature=self._temperature,
-            top_p=self._top_p,
-            stop=self._stop,
-            stop_ids=self._stop_ids,
-            draw_key=self._draw_key(row.id),
-        )
-        if partial is None:
-            return Request(row.id, prompt, sampling)
-        return Request(row.id, prompt, sampling, partial.tokens, partial.attempt + 1)
-
-    def _draw_key(self, row: RowId, sample: int = 0) -> bytes:
-        if self._seed is not None:
-            parts: list[object] = [self._seed, sample]
-        else:
-            parts = [self._job_seed, row.shard, row.index, sample]
-        # JSON keeps the parts apart: no two lists give the same bytes
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    def _before(self, stop: str, tokens: Sequence[int]) -> str:
+        """The text before a stop string that became whole with the last token."""
+        text = self._decoder.decode(tokens)
+        known = len(self._decoder.decode(tokens[:-1]).removesuffix("\ufffd"))
+        # one that was whole before was passed over, for the sake of `min_new_tokens`
+        place = text.find(stop, max(0, known - len(stop) + 1))
+        return text[:place] if place >= 0 else text
 
 
-def _load(folder: Path) -> Any:
-    # loaded here, not at import: `cbjob --help` must not wait for it
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(
-            f"cannot load the tokenizer in `{folder}`: {error}",
-            hint="the folder needs `tokenizer.json` and `tokenizer_config.json`",
-        ) from error
-    if not tokenizer.is_fast:
-        raise ModelError(
-            f"the tokenizer in `{folder}` is {type(tokenizer).__name__}, not a fast one",
-            hint="the folder needs a `tokenizer.json`",
-        )
-    # some files ask for them; a prompt is never cut or padded without a word
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    return tokenizer
-
-
-def _template(tokenizer: Any) -> str | None:
-    if not tokenizer.chat_template:
-        return None
-    try:
-        template: str = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ConfigError(f"the model's chat template cannot be used: {error}") from error
-    return template
-
-
-def _end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Every id that ends a text: of the generation config, the config and the tokenizer."""
-    found = [
-        _json(folder / name).get("eos_token_id")
-        for name in ("generation_config.json", "config.json")
-    ]
-    ids: set[int] = set()
-    for value in (*found, tokenizer.eos_token_id):
-        if value is not None:
-            ids.update(value if isinstance(value, list) else [value])
-    return frozenset(ids)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read `{path}`: {error}") from error
-    return content
-
-
-def _error(kind: ErrorKind, row: Row, words: str) -> RowError:
-    return RowError(kind, f"row {row.id.index:,} of `{row.id.shard}` {words}")
-
-
-def _bytes_error(row: Row, value: bytes) -> RowError:
-    try:
-        value.decode()
-    except UnicodeDecodeError as error:
-        return _error("bad_text", row, f"is not UTF-8: {error.reason} at byte {error.start:,}")
-    return _error("bad_type", row, "is bytes, not text")
-
-
-def _text_fault(text: str) -> str | None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"has a lone surrogate at character {error.start:,}"
-    return None
-
-
-def _messages_fault(value: object) -> str | None:
-    if not isinstance(value, list):
-        return f"is of type {type(value).__name__}, not a list of messages"
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, dict):
-            return f"has as message {number} a {type(message).__name__}, not a role and content"
-        if not isinstance(message.get("role"), str):
-            return f"has no role in message {number}"
-    return None
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop the keys that Arrow adds, as null, to structs that lack them."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    return value
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def _kind(table: InputTable) -> str:
+    return next((name for name in SOURCES if getattr(table, name) is not None), table.format)

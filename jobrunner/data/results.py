@@ -1,4 +1,4 @@
-"""Commit finished rows as parts, and read what parts and result files say of themselves.
+"""Commit finished rows as parts, and read what parts say of themselves.
 
 A part is a Parquet file of outcomes sorted by row; its footer says which rows it holds, so that
 progress is read from footers alone. The presence of the file is the commit. Nothing here knows
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.layout import (
-    OUTCOME_SCHEMA,
-    RunDirectory,
-    files_in,
-    is_gone,
-    prune,
-    remove,
-)
+from jobrunner.data.layout import RunDirectory, files_in, is_gone, prune, remove
+from jobrunner.data.outcomes import outcome_table
+from jobrunner.data.samples import FinishedRow
 from jobrunner.errors import InfrastructureError
-from jobrunner.records import Completion
 
 FOOTER_KEY = b"cbjob"
 
 # how often, and for how many seconds, a list of parts that others change is read again
 RELIST_S = 0.05
 RELIST_LIMIT_S = 60.0
+
+# log-probabilities waiting for a part, each with its likeliest tokens: some 200 MB
+MOST_LOGPROBS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +79,25 @@ class PartFooter:
 class Results:
     """Finished rows of one worker on their way to the disk."""
 
-    def __init__(self, run: RunDirectory, part_rows: int) -> None:
+    def __init__(self, run: RunDirectory, part_rows: int, extras: Collection[str] = ()) -> None:
         self._run = run
         self._part_rows = part_rows
-        self._finished: dict[str, list[tuple[Completion, str | None]]] = defaultdict(list)
+        self._extras = tuple(extras)
+        self._finished: dict[str, list[FinishedRow]] = defaultdict(list)
+        self._logprobs = 0
 
-    def add(self, completion: Completion, text: str | None) -> None:
-        """Take a finished row; `text` is None for an error row."""
-        self._finished[completion.id.shard].append((completion, text))
+    def add(self, row: FinishedRow) -> None:
+        """Take a finished row."""
+        self._finished[row.id.shard].append(row)
+        self._logprobs += sum(
+            len(token.top) + 1 for answer in row.answers for token in answer.completion.logprobs
+        )
 
     @property
     def full(self) -> bool:
         """Enough rows wait for a part."""
+        if self._logprobs >= MOST_LOGPROBS:
+            return True
         return any(len(rows) >= self._part_rows for rows in self._finished.values())
 
     @property
@@ -104,46 +109,27 @@ class Results:
         """Write every waiting row to a part and return the rows by shard: they are final now."""
         committed = {}
         for shard in list(self._finished):
-            rows = sorted(self._finished[shard], key=lambda finished: finished[0].id.index)
-            table = outcome_table(rows)
-            write_part(self._run, shard, [table])
-            committed[shard] = Intervals.of(completion.id.index for completion, _ in rows)
+            rows = sorted(self._finished[shard], key=lambda row: row.id.index)
+            write_part(self._run, shard, [outcome_table(rows, self._extras)])
+            committed[shard] = Intervals.of(row.id.index for row in rows)
             del self._finished[shard]
+        self._logprobs = 0
         return committed
-
-
-def outcome_table(rows: Iterable[tuple[Completion, str | None]]) -> pa.Table:
-    """Make the table of outcomes, one row each, in the given order."""
-    return pa.Table.from_pylist(
-        [_outcome(completion, text) for completion, text in rows], schema=OUTCOME_SCHEMA
-    )
-
-
-def _outcome(completion: Completion, text: str | None) -> dict[str, object]:
-    error = completion.error
-    return {
-        "row": completion.id.index,
-        "status": "error" if error else "ok",
-        "text": text,
-        "finish_reason": completion.finish_reason,
-        "error_kind": error.kind if error else None,
-        "error": error.message if error else None,
-        "prompt_tokens": completion.prompt_tokens,
-        "output_tokens": len(completion.tokens),
-    }
 
 
 def write_part(
     run: RunDirectory, shard: str, tables: Iterable[pa.Table], replaces: tuple[str, ...] = ()
 ) -> None:
-    """Commit tables of outcomes, sorted by row, as one part."""
+    """Commit tables of outcomes, sorted by row, as one part. There must be at least one."""
     rows, tally = Intervals(), Tally()
     name = f"{time.time_ns():020d}-{run.worker}.parquet"
+    tables = iter(tables)
+    first = next(tables)
     with (
         run.writing(run.parts(shard) / name) as temporary,
-        pq.ParquetWriter(temporary, OUTCOME_SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(temporary, first.schema, compression="zstd") as writer,
     ):
-        for table in tables:
+        for table in chain([first], tables):
             writer.write_table(table)
             rows.update(_ranges(table["row"].to_numpy()))
             tally += tally_of(table)
@@ -174,7 +160,7 @@ def read_parts(run: RunDirectory, shard: str) -> dict[Path, PartFooter]:
 
 def read_part_footer(path: Path) -> PartFooter:
     """Read what a part says of itself."""
-    said = _read_footer(path)
+    said = read_said(path)
     with reading_own(path):
         rows = Intervals((start, stop) for start, stop in said["rows"])
         if not len(rows):
@@ -182,13 +168,8 @@ def read_part_footer(path: Path) -> PartFooter:
         return PartFooter(rows, Tally(**said["tally"]), tuple(said["replaces"]))
 
 
-def read_result_tally(path: Path) -> Tally:
-    """Read the sums of a finished shard from its result file's footer."""
-    with reading_own(path):
-        return Tally(**_read_footer(path)["tally"])
-
-
-def _read_footer(path: Path) -> Any:
+def read_said(path: Path) -> Any:
+    """Read what a Parquet file of the run says of itself in its footer."""
     with reading_own(path):
         metadata = pq.read_metadata(path).metadata or {}
         return json.loads(metadata[FOOTER_KEY])
@@ -214,8 +195,16 @@ def reading_own(path: Path) -> Iterator[None]:
         ) from error
 
 
-def remove_replaced(run: RunDirectory, shard: str, parts: dict[Path, PartFooter]) -> None:
-    """Remove parts that a merged part replaces: a kill came between its commit and this."""
+def live_parts(run: RunDirectory, shard: str) -> dict[Path, PartFooter]:
+    """Read the footers of a shard's parts by name, without parts that another one replaces."""
+    parts = read_parts(run, shard)
+    replaced = {name for footer in parts.values() for name in footer.replaces}
+    return {path: footer for path, footer in parts.items() if path.name not in replaced}
+
+
+def remove_replaced(run: RunDirectory, shard: str) -> None:
+    """Remove parts that another part replaces: a kill came between its commit and this."""
+    parts = read_parts(run, shard)
     remove([run.parts(shard) / name for footer in parts.values() for name in footer.replaces])
 
 

@@ -25,7 +25,8 @@ def stats() -> Stats:
     totals = Totals(2000, rows_done_before=1000, errors_before=2, shards=4, shards_done_before=1)
     stats = Stats(totals, slots=64, started_s=0.0, peak_memory=lambda: 3 << 30)
     stats.shard_started("train/part-00002.parquet")
-    stats.row_failed(RowError("null_prompt", "row 7 is null"))
+    null = RowId("train/part-00002.parquet", 7)
+    stats.row_failed(RowError("null_prompt", f"row 7 of `{null.shard}` is null"), null)
     step = Step(
         prefill_tokens=100,
         decode_tokens=50,

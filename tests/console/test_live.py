@@ -13,12 +13,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
+from jobrunner.console.displays import Bar, Style
+from jobrunner.console.files import StatusFile
 from jobrunner.console.live import Console
-from jobrunner.console.stats import Snapshot, Stats
+from jobrunner.console.stats import Snapshot, Stats, metrics_line
 from jobrunner.console.view import plain_line
 from jobrunner.errors import ExitCode, InfrastructureError
 
@@ -43,6 +44,16 @@ class CountingStats:
     def snapshot(self, now_s: float) -> Snapshot:
         self.asked_at.append(now_s)
         return self._stats.snapshot(now_s)
+
+    def ended(self) -> None:
+        self._stats.ended()
+
+
+class GoneReader(io.StringIO):
+    """A pipe whose other end is closed."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
 
 
 class Terminal:
@@ -97,9 +108,120 @@ def test_plain_lines_come_every_interval_and_once_at_the_end(stats: Stats) -> No
     clock, stream = FakeClock(200.0), io.StringIO()
     with Console("auto", 10.0, stream=stream, clock=clock) as console:
         run_for(console, stats, clock, 4 * 25)
+        expected = [plain_line(stats.snapshot(now_s)) for now_s in (210.0, 220.0)]
         console.finish(stats, "the summary")
-    expected = [plain_line(stats.snapshot(now_s)) for now_s in (210.0, 220.0, 225.0)]
-    assert stream.getvalue().splitlines() == [*expected, "the summary"]
+    expected += [plain_line(stats.snapshot(225.0)), "the summary"]
+    assert stream.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("style", ["plain", "rich", "tqdm"])
+def test_reader_that_goes_away_does_not_end_the_job(stats: Stats, style: Style) -> None:
+    clock = FakeClock()
+    with Console(style, 1.0, stream=GoneReader(), clock=clock) as console:
+        run_for(console, stats, clock, 8)
+        LOGGER.warning("nobody reads this")
+        console.finish(stats, "the summary")
+
+
+def test_nothing_runs_in_the_last_line(stats: Stats) -> None:
+    stream = io.StringIO()
+    with Console("plain", 10.0, stream=stream, clock=FakeClock(200.0)) as console:
+        console.finish(stats, "the summary")
+    assert "running 0, waiting 0, batch 0, KV 0%, " in stream.getvalue()
+
+
+def test_json_style_gives_an_object_a_line_for_programs(stats: Stats) -> None:
+    clock, stream = FakeClock(200.0), io.StringIO()
+    with Console("json", 10.0, stream=stream, clock=clock) as console:
+        run_for(console, stats, clock, 4 * 10)
+        LOGGER.warning("row 3\nis \x1b[2J bad")
+        console.finish(stats, "the\nsummary")
+    progress, log, summary = (json.loads(line) for line in stream.getvalue().splitlines())
+    assert log == {"event": "log", "level": "warning", "message": "row 3\nis \x1b[2J bad"}
+    names = [field.name for field in fields(Snapshot)]
+    assert list(progress) == ["event", *names]
+    assert list(summary) == ["event", *names, "text"]
+    assert (progress["event"], progress["elapsed_s"]) == ("progress", 210.0)
+    assert (summary["event"], summary["text"]) == ("summary", "the\nsummary")
+
+
+def test_tqdm_style_draws_a_bar_over_all_rows(stats: Stats) -> None:
+    clock, stream = FakeClock(200.0), io.StringIO()
+    with Console("tqdm", 10.0, stream=stream, clock=clock) as console:
+        run_for(console, stats, clock, 4 * 10)
+        LOGGER.warning("row 3 is \x1b[2J bad")
+        console.finish(stats, "the summary")
+    written = stream.getvalue()
+    assert re.search(r"62%\|.*\| 1250/2000 \[.*row/s?, 71\.4 tokens/s, 3 errors\]", written)
+    assert "\rwarning: row 3 is \ufffd[2J bad\n" in written
+    assert written.endswith("\nthe summary\n")
+
+
+def test_tqdm_bar_off_a_terminal_is_drawn_once_an_interval(stats: Stats) -> None:
+    clock, counting = FakeClock(), CountingStats(stats)
+    with Console("tqdm", 10.0, stream=io.StringIO(), clock=clock) as console:
+        run_for(console, counting, clock, 4 * 25)
+    assert counting.asked_at == [10.0, 20.0]
+
+
+def test_tqdm_speed_leaves_out_rows_of_earlier_runs(stats: Stats) -> None:
+    bar = Bar(io.StringIO())
+    bar.show(stats.snapshot(200.0))
+    assert bar._bar is not None
+    assert (bar._bar.n, bar._bar.initial) == (1250, 1000)
+    bar.close()
+
+
+def test_status_is_written_at_the_first_update_then_every_interval_and_at_the_end(
+    stats: Stats, tmp_path: Path
+) -> None:
+    path, clock, counting = tmp_path / "status" / "w.json", FakeClock(), CountingStats(stats)
+    with Console("off", 10.0, status_path=path, stream=io.StringIO(), clock=clock) as console:
+        run_for(console, counting, clock, 4 * 25)
+        assert json.loads(path.read_text())["elapsed_s"] == 20.0
+        console.finish(counting, "")  # type: ignore[arg-type]
+    assert counting.asked_at == [0.25, 10.0, 20.0, 25.0]
+    assert json.loads(path.read_text())["elapsed_s"] == 25.0
+
+
+def test_status_has_the_numbers_and_who_says_them(stats: Stats, tmp_path: Path) -> None:
+    path = tmp_path / "w.json"
+    with Console(
+        "off",
+        10.0,
+        status_path=path,
+        identity={"worker": "w", "host": "h", "pid": 7},
+        stream=io.StringIO(),
+        clock=FakeClock(200.0),
+        unix_clock=lambda: 1.7e9,
+    ) as console:
+        console.finish(stats, "")
+    status = json.loads(path.read_text())
+    said = {name: status.pop(name) for name in ("worker", "host", "pid", "time", "interval_s")}
+    assert said == {"worker": "w", "host": "h", "pid": 7, "time": 1.7e9, "interval_s": 10.0}
+    assert status == json.loads(json.dumps(metrics_line(stats.snapshot(200.0))))
+
+
+def test_status_is_replaced_whole_and_leaves_no_other_file(stats: Stats, tmp_path: Path) -> None:
+    path, snapshot = tmp_path / "w.json", stats.snapshot(200.0)
+    status = StatusFile(path, {}, 1.0)
+    status.write(snapshot, 1.0)
+    with path.open() as before:
+        status.write(snapshot, 2.0)
+        # whoever has it open goes on reading the old one
+        assert json.loads(before.read())["time"] == 1.0
+    assert json.loads(path.read_text())["time"] == 2.0
+    assert os.listdir(tmp_path) == ["w.json"]
+
+
+def test_status_that_cannot_be_written_is_an_infrastructure_fault(
+    stats: Stats, tmp_path: Path
+) -> None:
+    (tmp_path / "status").write_text("a file where the folder should be")
+    path, clock = tmp_path / "status" / "w.json", FakeClock(1.0)
+    console = Console("off", 1.0, status_path=path, stream=io.StringIO(), clock=clock)
+    with pytest.raises(InfrastructureError, match="cannot write the status"), console:
+        console.update(stats)
 
 
 def test_update_computes_nothing_until_something_is_due(stats: Stats) -> None:
@@ -119,9 +241,9 @@ def test_live_view_refreshes_at_most_four_times_a_second(stats: Stats) -> None:
     assert set(gaps) == {0.25}
 
 
-def test_style_none_shows_only_warnings(stats: Stats) -> None:
+def test_style_off_shows_only_warnings(stats: Stats) -> None:
     clock, stream = FakeClock(), io.StringIO()
-    with Console("none", 1.0, stream=stream, clock=clock) as console:
+    with Console("off", 1.0, stream=stream, clock=clock) as console:
         run_for(console, stats, clock, 8)
         LOGGER.info("merged a shard")
         LOGGER.warning("row 3 has no text")
@@ -211,7 +333,7 @@ def test_log_record_with_traceback_keeps_its_lines(stats: Stats) -> None:
 
 def test_metrics_lines_have_the_names_of_the_snapshot(stats: Stats, tmp_path: Path) -> None:
     path, clock = tmp_path / "metrics.jsonl", FakeClock(200.0)
-    with Console("none", 10.0, path, stream=io.StringIO(), clock=clock) as console:
+    with Console("off", 10.0, path, stream=io.StringIO(), clock=clock) as console:
         run_for(console, stats, clock, 4 * 25)
         console.finish(stats, "the summary")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -223,34 +345,34 @@ def test_metrics_lines_have_the_names_of_the_snapshot(stats: Stats, tmp_path: Pa
 def test_metrics_of_an_earlier_run_stay(stats: Stats, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
-        with Console("none", 1.0, path, stream=io.StringIO(), clock=FakeClock(9.0)) as console:
+        with Console("off", 1.0, path, stream=io.StringIO(), clock=FakeClock(9.0)) as console:
             console.finish(stats, "")
     assert len(path.read_text().splitlines()) == 2
 
 
 def test_metrics_line_is_on_disk_as_soon_as_it_is_due(stats: Stats, tmp_path: Path) -> None:
     path, clock = tmp_path / "metrics.jsonl", FakeClock()
-    with Console("none", 1.0, path, stream=io.StringIO(), clock=clock) as console:
+    with Console("off", 1.0, path, stream=io.StringIO(), clock=clock) as console:
         run_for(console, stats, clock, 4)
         assert path.read_text().endswith("}\n")
 
 
 def test_metrics_that_cannot_be_opened_are_an_infrastructure_fault(tmp_path: Path) -> None:
     with pytest.raises(InfrastructureError, match="No such file or directory") as raised:
-        Console("none", 1.0, tmp_path / "missing" / "metrics.jsonl")
+        Console("off", 1.0, tmp_path / "missing" / "metrics.jsonl")
     assert raised.value.exit_code is ExitCode.INFRASTRUCTURE
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_full_disk_stops_the_job(stats: Stats) -> None:
-    console = Console("none", 1.0, Path("/dev/full"), stream=io.StringIO(), clock=FakeClock())
+    console = Console("off", 1.0, Path("/dev/full"), stream=io.StringIO(), clock=FakeClock())
     with pytest.raises(InfrastructureError, match="No space left"), console:
         console.finish(stats, "")
 
 
-@pytest.mark.parametrize("style", ["plain", "rich"])
+@pytest.mark.parametrize("style", ["plain", "rich", "tqdm", "json"])
 def test_failure_inside_comes_out_and_the_logger_is_left_in_order(
-    stats: Stats, style: Literal["plain", "rich"]
+    stats: Stats, style: Style
 ) -> None:
     clock = FakeClock()
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import (
     RECENT_S,
     Snapshot,
@@ -17,7 +18,7 @@ from jobrunner.console.stats import (
     metrics_line,
     peak_memory_bytes,
 )
-from jobrunner.records import Completion, RowError, RowId, Step
+from jobrunner.records import Completion, Request, RowError, RowId, Sampling, Step
 
 
 def fresh(rows: int = 100, slots: int | None = 8, **before: int) -> Stats:
@@ -47,6 +48,7 @@ def steps(draw: st.DrawFn) -> Step:
         tokens_computed=prefill + decode + padded,
         tokens_padded=padded,
         batch_size=batch_size,
+        waiting=draw(st.integers(0, 9)),
         kv_blocks_used=draw(st.integers(0, 7)),
         kv_blocks=7,
         forward_s=draw(st.floats(0, 1)),
@@ -83,9 +85,12 @@ def test_numbers_of_steps_equal_their_definitions(observed: list[Step], slots: i
     computed = sum(step.tokens_computed for step in busy)
     real = sum(step.prefill_tokens + step.decode_tokens for step in busy)
     assert found.padding_efficiency == (pytest.approx(real / computed) if computed else None)
-    assert found.fused_fraction == pytest.approx(
-        sum(step.forward_s for step in busy) / sum(step.step_s for step in busy)
-    )
+    assert found.busy_s == pytest.approx(sum(step.step_s for step in busy))
+    forward_s = sum(step.forward_s for step in busy)
+    assert found.fused_fraction == pytest.approx(forward_s / found.busy_s)
+    if found.prefill_time_s is not None and found.decode_time_s is not None:
+        assert found.prefill_time_s + found.decode_time_s == pytest.approx(forward_s)
+    assert found.waiting_mean == pytest.approx(sum(step.waiting for step in busy) / len(busy))
     assert found.kv_use_peak == pytest.approx(max(step.kv_blocks_used for step in busy) / 7)
     for power, count in enumerate(found.batch_size_histogram):
         assert count == sum(1 for size in sizes if 2**power <= size < 2 ** (power + 1))
@@ -110,7 +115,7 @@ def test_row_completed_by_an_idle_step_is_counted() -> None:
 
 def test_row_failed_in_preparation_counts_as_done_and_as_error() -> None:
     stats = fresh(rows=4, rows_done_before=2, errors_before=1)
-    stats.row_failed(RowError("null_prompt", "null"))
+    stats.row_failed(RowError("null_prompt", "null"), RowId("a", 0))
     found = stats.snapshot(1.0)
     assert (found.rows_done, found.errors, found.percent) == (3, 2, 75.0)
     assert found.errors_by_kind == {"null_prompt": 1}
@@ -142,7 +147,7 @@ def test_case_G_percent_never_goes_back_or_past_100(
     percents = [stats.snapshot(0.0).percent]
     for second, fails in enumerate(rows_fail, 1):
         if fails:
-            stats.row_failed(RowError("bad_text", ""))
+            stats.row_failed(RowError("bad_text", ""), RowId("a", 0))
         else:
             stats.observe(Step(completions=[finished(1)], batch_size=1), float(second))
         percents.append(stats.snapshot(float(second)).percent)
@@ -154,7 +159,7 @@ def test_eta_is_unknown_until_a_row_with_tokens_is_finished() -> None:
     stats = fresh()
     assert stats.snapshot(1.0).eta_s is None
     stats.observe(Step(output_tokens=4, batch_size=4), 1.0)
-    stats.row_failed(RowError("null_prompt", ""))
+    stats.row_failed(RowError("null_prompt", ""), RowId("a", 0))
     assert stats.snapshot(2.0).eta_s is None
 
 
@@ -224,9 +229,163 @@ def test_stop_share_is_of_rows_that_ended_without_an_error() -> None:
     stats = fresh()
     rows = [finished(1), finished(1), finished(1), finished(1, reason="length")]
     stats.observe(Step(completions=rows, batch_size=4), 1.0)
-    stats.row_failed(RowError("bad_text", ""))
+    stats.row_failed(RowError("bad_text", ""), RowId("a", 0))
     found = stats.snapshot(1.0)
     assert (found.stop_rows, found.length_rows, found.stop_share) == (3, 1, 0.75)
+
+
+def test_row_that_repeated_itself_did_not_end_by_stop() -> None:
+    stats = fresh()
+    rows = [finished(1), finished(1, reason="length"), finished(1, reason="repetition")]
+    stats.observe(Step(completions=[*rows, finished(1)], batch_size=4), 1.0)
+    found = stats.snapshot(1.0)
+    assert (found.stop_rows, found.length_rows, found.repetition_rows) == (2, 1, 1)
+    assert found.stop_share == 0.5
+
+
+def test_row_of_several_samples_is_finished_with_the_last_of_them() -> None:
+    stats = fresh()
+    first, last = (
+        Completion(
+            RowId("a", 0),
+            [1] * 5,
+            "stop",
+            prompt_tokens=90,
+            request=Request(RowId("a", 0), [1] * 90, Sampling(5), sample=sample, samples=2),
+        )
+        for sample in (1, 0)
+    )
+    stats.observe(Step(completions=[first], output_tokens=5, batch_size=2), 1.0)
+    found = stats.snapshot(1.0)
+    assert (found.rows_this_run, found.prompt_tokens, found.output_tokens) == (0, 0, 5)
+    stats.observe(Step(completions=[last], output_tokens=5, batch_size=1), 2.0)
+    found = stats.snapshot(2.0)
+    assert (found.rows_this_run, found.prompt_tokens, found.output_tokens) == (1, 90, 10)
+    assert found.stop_rows == 2
+    # 99 rows of 90 + 2 · 5 tokens at 50 tokens/s
+    assert found.eta_s == pytest.approx(99 * 100 / 50)
+
+
+def test_passes_are_split_by_the_cost_of_their_tokens() -> None:
+    stats = fresh()
+    # each pass costs 0.01 + 0.001 s a prefill token + 0.01 s a decode token, each step 0.02 more
+    for prefill, decode in [(100, 0), (0, 4), (0, 9), (60, 6)]:
+        forward_s = 0.01 + 0.001 * prefill + 0.01 * decode
+        stats.observe(
+            Step(
+                prefill_tokens=prefill,
+                decode_tokens=decode,
+                batch_size=decode + (prefill > 0),
+                tokens_recomputed=10 if prefill == 60 else 0,
+                forward_s=forward_s,
+                step_s=forward_s + 0.02,
+            ),
+            1.0,
+        )
+    found = stats.snapshot(1.0)
+    # the last pass, 0.13 s, goes half to 60 prefill tokens and half to 6 decode tokens
+    assert found.prefill_time_s == pytest.approx(0.11 + 0.065)
+    assert found.decode_time_s == pytest.approx(0.05 + 0.10 + 0.065)
+    assert found.busy_s == pytest.approx(0.39 + 4 * 0.02)
+    assert found.fused_fraction == pytest.approx(0.39 / 0.47)
+    assert found.recompute_s == pytest.approx(10 * 0.001)
+    assert found.swap_overhead_s == found.recompute_s
+
+
+def test_recomputing_takes_no_time_where_nothing_is_recomputed() -> None:
+    stats = fresh()
+    assert stats.snapshot(0.0).recompute_s == 0.0
+    stats.observe(Step(tokens_recomputed=5, prefill_tokens=5, batch_size=1, forward_s=1.0), 1.0)
+    # how much of the pass that was is not known yet
+    assert stats.snapshot(1.0).recompute_s is None
+
+
+def test_speed_up_is_that_of_the_steps_that_only_decode() -> None:
+    stats = fresh()
+    # t_B = 0.6 + 0.2 B: f = 0.75, at most 4 times as fast as one by one
+    for batch_size in (1, 5):
+        took = 0.6 + 0.2 * batch_size
+        stats.observe(Step(decode_tokens=batch_size, batch_size=batch_size, step_s=took), 1.0)
+    found = stats.snapshot(1.0)
+    assert found.parallel_fraction == pytest.approx(0.75)
+    assert found.speed_up_ceiling == pytest.approx(4.0)
+    # 6 tokens at 0.8 s, in 0.8 + 1.6 s
+    assert found.speed_up == pytest.approx(4.8 / 2.4)
+
+
+def test_wait_is_estimated_from_queue_batch_and_time_in_the_engine() -> None:
+    stats = fresh()
+    row = Completion(RowId("a", 1), [1], "stop", queue_s=7.0, prefill_s=2.0, decode_s=10.0)
+    stats.observe(Step(batch_size=4, waiting=8, forward_s=0.9, step_s=1.0), 1.0)
+    stats.observe(Step(completions=[row], batch_size=8, waiting=10, forward_s=0.6, step_s=1.0), 2.0)
+    found = stats.snapshot(2.0)
+    assert found.waiting_mean == 9.0
+    # 9 wait where 6 run for 12 s each
+    assert found.queue_wait_estimate_s == pytest.approx(9.0 * 12.0 / 6.0)
+    assert (found.prefill_mean_s, found.decode_mean_s) == (2.0, 10.0)
+    # three quarters of the steps are forward passes
+    assert found.overhead_mean_s == pytest.approx(12.0 / 4)
+
+
+def test_cost_is_the_price_of_the_busy_time() -> None:
+    stats = Stats(Totals(9), slots=8, started_s=0.0, price_per_gpu_hour=3.0)
+    assert stats.snapshot(0.0).cost == 0.0
+    assert stats.snapshot(0.0).cost_per_row is None
+    rows = [finished(100, prompt_tokens=300), finished(100, prompt_tokens=500)]
+    stats.observe(Step(completions=rows, output_tokens=200, batch_size=2, step_s=1200.0), 1200.0)
+    stats.observe(Step(step_s=5.0), 1205.0)
+    found = stats.snapshot(1205.0)
+    # 20 minutes at 3 an hour: 1 for 2 rows and 1,000 tokens; the idle step costs nothing
+    assert (found.cost, found.cost_per_row, found.cost_per_million_tokens) == (1.0, 0.5, 1000.0)
+
+
+def test_cost_is_unknown_without_a_price() -> None:
+    stats = fresh()
+    stats.observe(Step(completions=[finished(1)], batch_size=1, step_s=1.0), 1.0)
+    found = stats.snapshot(1.0)
+    assert (found.cost, found.cost_per_row, found.cost_per_million_tokens) == (None, None, None)
+
+
+def test_distance_to_the_limit_is_the_least_time_over_the_time_taken() -> None:
+    limits = MachineLimits(
+        flops_per_token=1e9,
+        weight_bytes=1e9,
+        kv_bytes_per_token=1e4,
+        gemm_flops_per_s=1e12,
+        read_bytes_per_s=1e11,
+    )
+    stats = Stats(Totals(9), slots=8, started_s=0.0, limits=limits)
+    # 100 tokens: 0.1 s of FLOPs, 0.01 s of reading
+    stats.observe(Step(prefill_tokens=100, tokens_computed=100, batch_size=1, step_s=0.2), 1.0)
+    # 4 tokens: 0.004 s of FLOPs; 1e9 bytes of weights and 1e8 of KV take 0.011 s
+    decode = Step(tokens_computed=4, context_tokens=10_000, batch_size=4, step_s=0.022)
+    stats.observe(decode, 2.0)
+    found = stats.snapshot(2.0)
+    assert found.least_time_s == pytest.approx(0.111)
+    assert found.roofline_fraction == pytest.approx(0.5)
+
+
+def test_distance_to_the_limit_is_unknown_where_nothing_was_measured() -> None:
+    stats = fresh()
+    stats.observe(Step(tokens_computed=4, batch_size=4, step_s=1.0), 1.0)
+    found = stats.snapshot(1.0)
+    assert (found.least_time_s, found.roofline_fraction) == (None, None)
+
+
+def test_device_memory_is_asked_for_at_each_snapshot() -> None:
+    held = iter([None, 5 << 30])
+    stats = Stats(Totals(9), slots=8, started_s=0.0, device_memory=lambda: next(held))
+    assert stats.snapshot(0.0).device_memory_bytes is None
+    assert stats.snapshot(1.0).device_memory_bytes == 5 << 30
+
+
+def test_nothing_runs_after_the_end() -> None:
+    stats = fresh()
+    stats.observe(Step(batch_size=4, running=4, waiting=2, kv_blocks_used=3, kv_blocks=9), 1.0)
+    stats.ended()
+    found = stats.snapshot(2.0)
+    assert (found.batch_size, found.running, found.waiting, found.kv_use) == (0, 0, 0, 0.0)
+    assert (found.batch_size_mean, found.kv_use_peak) == (4.0, pytest.approx(1 / 3))
 
 
 def test_shards_of_earlier_runs_count_as_done() -> None:
@@ -244,6 +403,9 @@ def test_snapshot_counts_nothing(stats: Stats) -> None:
 def test_metrics_line_has_the_names_of_the_snapshot_and_is_json(snapshot: Snapshot) -> None:
     line = json.loads(json.dumps(metrics_line(snapshot), allow_nan=False))
     assert list(line) == [field.name for field in fields(Snapshot)]
+    assert line["error_examples"] == {
+        "null_prompt": ["row 7 of `train/part-00002.parquet` is null"]
+    }
 
 
 def test_first_snapshot_is_json_too() -> None:

@@ -87,6 +87,38 @@ def test_summary_before_any_shard_is_complete(golden: Callable[[str], str]) -> N
     assert summary(at_start(), RESULTS, python="python") + "\n" == golden("summary_start.txt")
 
 
+def test_summary_tells_the_cost_where_there_is_a_price(snapshot: Snapshot) -> None:
+    priced = replace(snapshot, cost=1234.5, cost_per_million_tokens=0.4567, cost_per_row=2.65e-5)
+    line = next(line for line in summary(priced, RESULTS).splitlines() if "cost" in line)
+    assert line == "  cost     1,234.50, 0.457 per million tokens, 0.0000265 per row (this run)"
+
+
+def test_cost_of_nothing_yet_is_told(snapshot: Snapshot) -> None:
+    priced = replace(snapshot, cost=0.0, cost_per_million_tokens=None, cost_per_row=None)
+    line = next(line for line in summary(priced, RESULTS).splitlines() if "cost" in line)
+    assert line == "  cost     0.00, - per million tokens, - per row (this run)"
+
+
+def test_summary_tells_rows_that_repeated_themselves(snapshot: Snapshot) -> None:
+    repeated = replace(snapshot, repetition_rows=7)
+    line = next(line for line in summary(repeated, RESULTS).splitlines() if "ended" in line)
+    assert line == "  ended    225 by stop (90%), 24 cut by length, 7 by repetition (this run)"
+
+
+def test_error_examples_are_shown_as_text_on_one_line_each(snapshot: Snapshot) -> None:
+    hostile = replace(
+        snapshot,
+        errors_by_kind={"bad_text": 9, "null_prompt": 1},
+        error_examples={"bad_text": ("row 1\x1b[2J\nfinished: forged", "b"), "null_prompt": ("c",)},
+    )
+    lines = summary(hostile, RESULTS).splitlines()
+    assert lines[3:6] == [
+        "    bad_text: row 1\ufffd[2J\ufffdfinished: forged",
+        "    bad_text: b",
+        "    null_prompt: c",
+    ]
+
+
 def test_command_of_the_summary_prints_the_first_rows(snapshot: Snapshot, tmp_path: Path) -> None:
     results = tmp_path / "it's a run" / "results"
     results.mkdir(parents=True)
@@ -110,7 +142,7 @@ def test_hostile_shard_name_is_shown_as_text(
 
 def test_long_shard_name_keeps_its_end(snapshot: Snapshot) -> None:
     lines = rendered(replace(snapshot, shard="深い/" * 40 + "part-7.parquet")).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert lines[-1].startswith("shard …")
     assert lines[-1].endswith("part-7.parquet")
 

@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data.layout import RunDirectory
+from jobrunner.data.samples import Answer, FinishedRow
 from jobrunner.records import Completion, RowError, RowId
 
 
@@ -21,22 +22,24 @@ def other_run(run):
     return RunDirectory(run.root, worker="host-2-bb")
 
 
-def answer(shard: str, index: int, text: str = "") -> tuple[Completion, str | None]:
+def answer(shard: str, index: int, text: str = "") -> FinishedRow:
     """A finished row whose text names it."""
     completion = Completion(
         RowId(shard, index), tokens=[1, 2], finish_reason="stop", prompt_tokens=3
     )
-    return completion, text or f"answer {index}"
+    return FinishedRow((Answer(completion, text or f"answer {index}"),))
 
 
-def failure(shard: str, index: int) -> tuple[Completion, str | None]:
+def failure(shard: str, index: int) -> FinishedRow:
     """A row that ended in an error."""
-    return Completion(RowId(shard, index), error=RowError("null_prompt", "it is null")), None
+    completion = Completion(RowId(shard, index), error=RowError("null_prompt", "it is null"))
+    return FinishedRow((Answer(completion, None),))
 
 
 def kept_columns(rows: int):
     """What the input carries: a function that streams it, and its schema."""
-    table = pa.table({"id": [f"id-{index}" for index in range(rows)]})
+    ids = pa.array([f"id-{index}" for index in range(rows)], pa.string())
+    table = pa.table({"id": ids})
     return lambda: iter(table.to_batches(max_chunksize=7)), table.schema
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobrunner.config import GenerationTable, InputTable
 from jobrunner.data.feed import Feed
 from jobrunner.data.prompts import Prompts
 from jobrunner.data.shards import cut_spans, find_shards
@@ -219,12 +220,11 @@ def test_case_V_first_request_is_there_before_one_percent_is_read(tmp_path: Path
     pq.write_table(pa.table({"prompt": pa.array(["Hello world"] * rows)}), tmp_path / "a.parquet")
     prompts = Prompts(
         byte_level(tmp_path / "model"),
-        kind="prompt",
-        system=None,
-        chat="auto",
-        max_model_len=100,
+        input=InputTable(path="a.parquet", prompt="prompt"),
+        generation=GenerationTable(max_new_tokens=1),
         job_seed=0,
-        max_new_tokens=1,
+        max_model_len=100,
+        base=tmp_path,
     )
     shards = find_shards("a.parquet", tmp_path)
     read = 0

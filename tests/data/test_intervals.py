@@ -17,6 +17,9 @@ def test_intervals_are_the_set_of_their_indices(ranges, start, stop):
     assert {index for low, high in intervals for index in range(low, high)} == reference
     assert len(intervals) == len(reference)
     assert [index in intervals for index in range(61)] == [i in reference for i in range(61)]
+    assert set(range(61)) - reference == {
+        index for low, high in intervals.complement(61) for index in range(low, high)
+    }
     low, high = sorted((start, stop))
     assert intervals.count(low, high) == len(reference & set(range(low, high)))
 

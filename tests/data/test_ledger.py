@@ -6,13 +6,23 @@ from dataclasses import replace
 import pytest
 
 from jobrunner.data.claims import Claims, Identity
+from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
 from jobrunner.data.merge import merge_shard
 from jobrunner.data.progress import Progress, load_partials
 from jobrunner.data.results import Results, list_parts
 from jobrunner.errors import InfrastructureError
-from jobrunner.records import Partial, RowId, Span
+from jobrunner.records import (
+    Completion,
+    Partial,
+    Request,
+    RowError,
+    RowId,
+    SampleId,
+    Sampling,
+    Span,
+)
 from tests.data.conftest import answer, kept_columns, read_result
 
 SHARD = "a.parquet"
@@ -44,7 +54,8 @@ class Worker:
 
     def answer(self, *indices):
         for index in indices:
-            self.ledger.finish(*answer(SHARD, index))
+            [finished] = answer(SHARD, index).answers
+            self.ledger.finish(finished.completion, finished.text)
 
     def settle(self):
         """Settle, and name the shards that this worker merged."""
@@ -77,7 +88,7 @@ def test_a_checkpoint_commits_rows_and_saves_tokens(worker):
     worker.ledger.checkpoint([Partial(RowId(SHARD, 0), [5, 6], 1)])
     assert len(list_parts(worker.run, SHARD)) == 1
     assert load_partials(worker.run, SPANS[0]) == {
-        RowId(SHARD, 0): Partial(RowId(SHARD, 0), [5, 6], 1)
+        SampleId(RowId(SHARD, 0)): Partial(RowId(SHARD, 0), [5, 6], 1)
     }
 
 
@@ -102,7 +113,9 @@ def test_the_next_worker_gets_what_is_done_and_what_was_in_flight(tmp_path, work
         assignment = next(ledger.assignments(lambda seconds: True))
         assert assignment.span == SPANS[0]
         assert [index in assignment.done for index in range(3)] == [False, True, False]
-        assert assignment.partials == {RowId(SHARD, 0): Partial(RowId(SHARD, 0), [5, 6], 1)}
+        assert assignment.partials == {
+            SampleId(RowId(SHARD, 0)): Partial(RowId(SHARD, 0), [5, 6], 1)
+        }
 
 
 def test_tokens_of_an_earlier_worker_survive_until_their_row_is_read_again(tmp_path, worker):
@@ -114,7 +127,7 @@ def test_tokens_of_an_earlier_worker_survive_until_their_row_is_read_again(tmp_p
     with heir.ledger:
         next(heir.assignments)
         heir.ledger.checkpoint([Partial(RowId(SHARD, 0), [1], 1)])
-        assert load_partials(heir.run, SPANS[0])[RowId(SHARD, 2)] == saved
+        assert load_partials(heir.run, SPANS[0])[SampleId(RowId(SHARD, 2))] == saved
         heir.answer(2)
         heir.ledger.checkpoint([])
         assert load_partials(heir.run, SPANS[0]) == {}
@@ -225,3 +238,60 @@ def test_what_earlier_workers_left_in_flight_is_counted(tmp_path, worker):
     worker.claims.release_all()
     with Worker(tmp_path, token="cc").ledger as ledger:
         assert ledger.saved() == (2, 3)
+
+
+def sample(index, number, tokens=(5, 6), error=None):
+    """One of two samples of a row, as the engine ends it."""
+    row = RowId(SHARD, index)
+    request = Request(row, [1], Sampling(9), sample=number, samples=2)
+    reason = None if error else "stop"
+    return Completion(row, tokens, reason, prompt_tokens=1, error=error, request=request)
+
+
+def test_a_row_is_finished_with_its_last_sample(worker):
+    next(worker.assignments)
+    assert worker.ledger.finish(sample(0, 1), "second") is None
+    assert worker.ledger.empty
+    row = worker.ledger.finish(sample(0, 0), "first")
+    assert [finished.text for finished in row.answers] == ["first", "second"]
+    assert not worker.ledger.empty
+
+
+def test_a_finished_sample_survives_until_its_row_is_committed(tmp_path, worker):
+    next(worker.assignments)
+    worker.ledger.finish(sample(0, 1), "second")
+    in_flight = Partial(RowId(SHARD, 0), [7], 1, sample=0)
+    worker.ledger.checkpoint([in_flight])
+    saved = {0: in_flight, 1: Partial(RowId(SHARD, 0), [5, 6], 1, sample=1)}
+    expected = {SampleId(RowId(SHARD, 0), number): found for number, found in saved.items()}
+    assert load_partials(worker.run, SPANS[0]) == expected
+    worker.claims.release_all()
+    heir = Worker(tmp_path, token="cc")
+    with heir.ledger:
+        assert heir.ledger.saved() == (1, 3)
+        assert next(heir.assignments).partials == expected
+        heir.ledger.finish(sample(0, 0), "first")
+        heir.ledger.finish(sample(0, 1), "second")
+        heir.ledger.checkpoint([])
+        assert load_partials(heir.run, SPANS[0]) == {}
+
+
+def test_a_failed_sample_makes_its_row_an_error(worker):
+    next(worker.assignments)
+    worker.ledger.finish(sample(0, 0), "first")
+    row = worker.ledger.finish(sample(0, 1, (), RowError("cannot_fit", "too long")), None)
+    assert row.error == RowError("cannot_fit", "too long")
+    worker.ledger.checkpoint([])
+    assert worker.progress.refresh(SHARD).tally.errors == {"cannot_fit": 1}
+
+
+def test_a_shard_whose_error_rows_run_again_meanwhile_is_not_merged(worker):
+    list(worker.assignments)
+    worker.answer(0, 1, 2, 3)
+    worker.ledger.checkpoint([])
+    # what this worker still believes: a part with row 4 was there and has gone
+    worker.progress.mark_done({SHARD: Intervals([(4, 5)])})
+    worker.ledger.checkpoint([])
+    assert worker.ledger.tick() == []
+    assert not worker.run.result(SHARD).exists()
+    assert not worker.progress.complete

@@ -73,6 +73,24 @@ def test_local_folder_without_config_says_what_is_missing(tmp_path: Path) -> Non
         resolve_model("model", tmp_path)
 
 
+@pytest.mark.parametrize("also", [(), ("config.json",)])
+def test_an_adapter_is_refused(tmp_path: Path, also: tuple[str, ...]) -> None:
+    for file in ("adapter_config.json", "adapter_model.safetensors", *also):
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match="LoRA adapters are not supported") as caught:
+        resolve_model(str(tmp_path), tmp_path)
+    assert caught.value.hint.startswith("merge it into its base model first")
+
+
+@pytest.mark.parametrize("name", ["model", "model/weights.gguf"])
+def test_gguf_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights.gguf").touch()
+    with pytest.raises(ConfigError, match="GGUF") as caught:
+        resolve_model(name, tmp_path)
+    assert caught.value.hint == "take the model in the transformers format"
+
+
 @pytest.mark.parametrize("name", ["absent", "./absent/model", "a/b/c", "", "/absent", "org/.."])
 def test_name_that_is_neither_folder_nor_hub_id_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -83,6 +101,8 @@ def test_name_that_is_neither_folder_nor_hub_id_is_refused(tmp_path: Path, name:
 # --- the hub, played by a server on loopback
 
 COMMIT = "c0ffee" + "0" * 34
+OLDER = "01de4" + "0" * 35
+REVISIONS = {"main": COMMIT, "v1": OLDER, OLDER: OLDER}
 MODEL = {
     "config.json": b"{}",
     "tokenizer.json": b"{}",
@@ -97,9 +117,11 @@ MODEL = {
 class StandInHub(BaseHTTPRequestHandler):
     """The answers of a model hub that `snapshot_download` asks for."""
 
+    commit = COMMIT
     repositories: dict[str, dict[str, bytes]] = {  # noqa: RUF012
         "org/model": MODEL,
         "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+        "org/adapter": {"adapter_config.json": b"{}", "adapter_model.safetensors": b"few"},
         "org/other-format": {"weights.safetensors": b"weights"},
     }
 
@@ -118,18 +140,29 @@ class StandInHub(BaseHTTPRequestHandler):
             self.refuse(500, "")
             return
         for name, files in self.repositories.items():
-            if path == f"api/models/{name}/revision/main":
-                siblings = [{"rfilename": file} for file in files]
-                self.reply_json({"id": name, "sha": COMMIT, "siblings": siblings})
-                return
-            if path.startswith(f"api/models/{name}/tree/{COMMIT}"):
-                self.reply_json([tree_entry(file, data) for file, data in files.items()])
-                return
-            file = path.removeprefix(f"{name}/resolve/{COMMIT}/")
-            if file in files:
-                self.reply(files[file])
-                return
-        self.refuse(404, "RepoNotFound")
+            for revision, commit in REVISIONS.items():
+                if self.answer_repository(path, name, revision, commit, files):
+                    return
+        known = any(path.startswith(f"api/models/{name}/") for name in self.repositories)
+        self.refuse(404, "RevisionNotFound" if known else "RepoNotFound")
+
+    def answer_repository(
+        self, path: str, name: str, revision: str, commit: str, files: dict[str, bytes]
+    ) -> bool:
+        self.commit = commit
+        if commit == OLDER:
+            files = {**files, "model.safetensors": b"older weights"}
+        file = path.removeprefix(f"{name}/resolve/{commit}/")
+        if path == f"api/models/{name}/revision/{revision}":
+            siblings = [{"rfilename": file} for file in files]
+            self.reply_json({"id": name, "sha": commit, "siblings": siblings})
+        elif path.startswith(f"api/models/{name}/tree/{commit}"):
+            self.reply_json([tree_entry(file, data) for file, data in files.items()])
+        elif file in files:
+            self.reply(files[file])
+        else:
+            return False
+        return True
 
     def reply_json(self, value: Any) -> None:
         self.reply(json.dumps(value).encode(), "application/json")
@@ -139,7 +172,7 @@ class StandInHub(BaseHTTPRequestHandler):
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", self.commit)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -189,16 +222,20 @@ from jobrunner.data.models import resolve_model
 from jobrunner.errors import JobError
 
 try:
-    outcome = {"folder": str(resolve_model(sys.argv[1], Path(sys.argv[2])))}
+    revision = sys.argv[3] if len(sys.argv) > 3 else None
+    outcome = {"folder": str(resolve_model(sys.argv[1], Path(sys.argv[2]), revision))}
 except JobError as error:
     outcome = {"error": type(error).__name__, "message": str(error), "hint": error.hint}
 print(json.dumps(outcome))
 """
 
 
-def resolve(name: str, base: Path, endpoint: str, **environment: str) -> Outcome:
+def resolve(
+    name: str, base: Path, endpoint: str, revision: str | None = None, **environment: str
+) -> Outcome:
+    arguments = [name, str(base)] + ([revision] if revision is not None else [])
     result = subprocess.run(
-        [sys.executable, "-c", RESOLVE, name, str(base)],
+        [sys.executable, "-c", RESOLVE, *arguments],
         env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(base / "hf")} | environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -215,6 +252,34 @@ def test_hub_model_is_downloaded_without_pickles_and_found_again_offline(tmp_pat
     wanted = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors")
     assert files == {name: MODEL[name] for name in wanted}
     assert offline == online
+
+
+@pytest.mark.parametrize("revision", ["v1", OLDER])
+def test_a_revision_of_a_hub_model_is_what_is_downloaded(tmp_path: Path, revision: str) -> None:
+    with stand_in_hub() as endpoint:
+        newest = resolve("org/model", tmp_path, endpoint)
+        older = resolve("org/model", tmp_path, endpoint, revision)
+    assert Path(older.folder).name == OLDER
+    assert (Path(older.folder) / "model.safetensors").read_bytes() == b"older weights"
+    assert (Path(newest.folder) / "model.safetensors").read_bytes() == b"weights"
+
+
+def test_an_unknown_revision_is_named(tmp_path: Path) -> None:
+    with stand_in_hub() as endpoint:
+        outcome = resolve("org/model", tmp_path, endpoint, "v9")
+    assert outcome == Outcome(
+        error="ConfigError",
+        message="`model.revision` is `v9`, but the hub model `org/model` has no such revision",
+        hint="give a branch, a tag or a commit of it",
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "model", "nowhere"])
+def test_a_revision_of_what_is_not_on_a_hub_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=f"`model.name` `{name}` is not on a hub") as caught:
+        resolve_model(name, tmp_path, "v1")
+    assert caught.value.hint.startswith("revisions belong to hub models")
 
 
 def test_unknown_hub_model_names_folder_and_id(tmp_path: Path) -> None:
@@ -244,6 +309,12 @@ def test_hub_model_that_cannot_be_used_is_refused(tmp_path: Path, name: str, lac
         outcome = resolve(name, tmp_path, endpoint)
     assert outcome.error == "ConfigError"
     assert outcome.message == f"`model.name` is `{name}`, but that hub model has {lacks}"
+
+
+def test_an_adapter_on_the_hub_is_refused(tmp_path: Path) -> None:
+    with stand_in_hub() as endpoint:
+        outcome = resolve("org/adapter", tmp_path, endpoint)
+    assert "LoRA adapters are not supported" in outcome.message
 
 
 @pytest.mark.parametrize("offline", ["0", "1"])

@@ -1,12 +1,14 @@
 """What is done is read from files alone."""
 
 import json
+import math
 
 import pytest
 
 from jobrunner.data.fingerprint import read_fingerprint, remember
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.merge import merge_shard
+from jobrunner.data.outcomes import outcome_table
 from jobrunner.data.progress import (
     Progress,
     clean_up,
@@ -14,9 +16,9 @@ from jobrunner.data.progress import (
     load_partials,
     save_partials,
 )
-from jobrunner.data.results import list_parts, outcome_table, write_part
+from jobrunner.data.results import list_parts, write_part
 from jobrunner.errors import MismatchError
-from jobrunner.records import Partial, RowId, Span
+from jobrunner.records import Partial, RowId, SampleId, Span, TokenLogprob
 from tests.data.conftest import answer, failure, kept_columns
 
 SHARD = "a.parquet"
@@ -68,11 +70,23 @@ def test_partials_are_found_by_the_next_worker_and_the_longer_text_wins(run, oth
     save_partials(run, SPAN, [Partial(row, [1, 2, 3], 1), Partial(other, [7], 2)])
     save_partials(other_run, SPAN, [Partial(row, [1, 2], 2)])
     found = load_partials(other_run, SPAN)
-    assert found == {row: Partial(row, [1, 2, 3], 1), other: Partial(other, [7], 2)}
+    assert found == {
+        SampleId(row): Partial(row, [1, 2, 3], 1),
+        SampleId(other): Partial(other, [7], 2),
+    }
     discard_partials(other_run, SPAN, keep_mine=True)
-    assert load_partials(run, SPAN) == {row: Partial(row, [1, 2], 2)}
+    assert load_partials(run, SPAN) == {SampleId(row): Partial(row, [1, 2], 2)}
     discard_partials(run, SPAN)
     assert load_partials(run, SPAN) == {}
+
+
+def test_partials_keep_samples_apart_and_log_probabilities_as_they_are(run):
+    row = RowId(SHARD, 3)
+    logprobs = (TokenLogprob(1, -0.5, ((1, -0.5), (2, -math.inf))), TokenLogprob(2, -1.5))
+    saved = [Partial(row, [1, 2], 1, sample=1, logprobs=logprobs), Partial(row, [7], 2, sample=0)]
+    save_partials(run, SPAN, saved)
+    found = load_partials(run, SPAN)
+    assert found == {SampleId(row, 1): saved[0], SampleId(row, 0): saved[1]}
 
 
 def test_partials_belong_to_their_span(run):

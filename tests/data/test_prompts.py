@@ -16,23 +16,31 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jobrunner.data.prompts import Prompts
 from jobrunner.errors import ConfigError, ModelError
-from jobrunner.records import Completion, FinishReason, Partial, Request, Row, RowId
+from jobrunner.records import (
+    Completion,
+    FinishReason,
+    Partial,
+    Request,
+    Row,
+    RowError,
+    RowId,
+    SampleId,
+)
+from tests.prompt_jobs import (
+    encode,
+    error_of,
+    kinds,
+    only_error,
+    only_request,
+    open_prompts,
+    outcomes_of,
+    request_of,
+    rows_of,
+)
 from tests.tiny_tokenizers import byte_fallback, byte_level, double_bos
 
 BUILDERS = {"byte_level": byte_level, "double_bos": double_bos, "byte_fallback": byte_fallback}
 UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
-
-
-def open_prompts(folder: Path, **changes: Any) -> Prompts:
-    options: dict[str, Any] = {
-        "kind": "prompt",
-        "system": None,
-        "chat": False,
-        "max_model_len": 1_000,
-        "job_seed": 0,
-        "max_new_tokens": 16,
-    }
-    return Prompts(folder, **(options | changes))
 
 
 @dataclass(frozen=True)
@@ -72,42 +80,15 @@ def model(known: dict[str, Model]) -> Model:
     return known["byte_level"]
 
 
-def rows_of(*values: object) -> list[Row]:
-    return [Row(RowId("a.parquet", index), value) for index, value in enumerate(values)]
-
-
-def encode(prompts: Prompts, *values: object) -> list[Request | Completion]:
-    return prompts.encode(rows_of(*values), {})
-
-
-def request_of(prompts: Prompts, value: object) -> Request:
-    (outcome,) = encode(prompts, value)
-    assert isinstance(outcome, Request), outcome
-    return outcome
-
-
-def error_of(prompts: Prompts, value: object) -> tuple[str, str]:
-    (outcome,) = encode(prompts, value)
-    assert isinstance(outcome, Completion)
-    assert outcome.error is not None
-    return outcome.error.kind, outcome.error.message
-
-
-def kinds(outcomes: Sequence[Request | Completion]) -> list[str]:
-    return [
-        outcome.error.kind if isinstance(outcome, Completion) and outcome.error else "ok"
-        for outcome in outcomes
-    ]
-
-
 def text_of(
     prompts: Prompts,
     tokens: Sequence[int],
     finish_reason: FinishReason = "length",
     stop_string: str | None = None,
 ) -> str:
-    row = RowId("a.parquet", 0)
-    return prompts.text(Completion(row, tokens, finish_reason, stop_string))
+    request = request_of(prompts, "x")
+    completion = Completion(request.id, tokens, finish_reason, stop_string, request=request)
+    return prompts.text(completion)
 
 
 class TestPrompts:
@@ -127,7 +108,7 @@ class TestPrompts:
             turns, add_generation_prompt=True, return_dict=False
         )
         as_prompt = each.prompts(chat="auto", system="Be brief.")
-        as_messages = each.prompts(chat="auto", kind="messages")
+        as_messages = each.prompts(chat="auto", messages="m")
         assert request_of(as_prompt, "Hello 😀").prompt == expected
         assert request_of(as_messages, turns).prompt == expected
 
@@ -147,16 +128,16 @@ class TestPrompts:
     def test_messages_may_bring_their_own_system_prompt(self, model: Model) -> None:
         own = [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}]
         ours = [{"role": "system", "content": "ours"}, {"role": "user", "content": "x"}]
-        plain = model.prompts(kind="messages", chat="auto")
-        prompts = model.prompts(kind="messages", chat="auto", system="ours")
+        plain = model.prompts(messages="m", chat="auto")
+        prompts = model.prompts(messages="m", chat="auto", system="ours")
         assert request_of(prompts, own).prompt == request_of(plain, own).prompt
         assert request_of(prompts, own[1:]).prompt == request_of(plain, ours).prompt
 
     def test_nulls_that_arrow_adds_to_messages_are_no_keys(self, tmp_path: Path) -> None:
         template = "{% for turn in messages %}{{ turn.keys() | list }}{% endfor %}"
-        prompts = open_prompts(byte_level(tmp_path, template=template), kind="messages", chat=True)
+        prompts = open_prompts(byte_level(tmp_path, template=template), messages="m", chat=True)
         turns = [{"role": "user", "content": "x", "tool_calls": None, "name": None}]
-        assert text_of(prompts, request_of(prompts, turns).prompt) == "['role', 'content']"
+        assert prompts.prompt_text(request_of(prompts, turns)) == "['role', 'content']"
 
     def test_tokenizer_file_that_asks_for_truncation_cuts_no_prompt(self, tmp_path: Path) -> None:
         byte_level(tmp_path)
@@ -168,7 +149,7 @@ class TestPrompts:
 
     def test_resumed_row_goes_on_as_the_next_attempt(self, model: Model) -> None:
         rows = rows_of("ABC", "DEF")
-        saved = {rows[1].id: Partial(rows[1].id, tokens=(7, 8), attempt=2)}
+        saved = {SampleId(rows[1].id): Partial(rows[1].id, tokens=(7, 8), attempt=2)}
         fresh, resumed = model.raw.encode(rows, saved)
         assert isinstance(fresh, Request)
         assert isinstance(resumed, Request)
@@ -179,7 +160,57 @@ class TestPrompts:
         assert encode(model.raw) == []
 
 
+class TestOpenAi:
+    def outcomes(self, prompts: Prompts, url: str, **body: object) -> list[Request | Completion]:
+        line = {"custom_id": "1", "method": "POST", "url": url, "body": body}
+        return outcomes_of(prompts, line)
+
+    def test_chat_goes_through_the_template_and_a_completion_does_not(self, model: Model) -> None:
+        prompts = model.prompts(prompt=None, format="openai", chat="auto")
+        turns = [{"role": "user", "content": "x"}]
+        chat = self.outcomes(prompts, "/v1/chat/completions", messages=turns)
+        raw = self.outcomes(prompts, "/v1/completions", prompt="ABC")
+        ids = self.outcomes(prompts, "/v1/completions", prompt=[5, 6])
+        as_chat = request_of(model.prompts(chat=True), "x")
+        assert only_request(chat).prompt == as_chat.prompt
+        assert only_request(raw).prompt == model.ids("ABC")
+        assert only_request(ids).prompt == [5, 6]
+
+    def test_body_sets_parameters_and_log_probabilities(self, model: Model) -> None:
+        prompts = model.prompts(prompt=None, format="openai", chat="auto", logprobs=7)
+        plain = self.outcomes(prompts, "/v1/completions", prompt="x")
+        asked = self.outcomes(
+            prompts, "/v1/completions", prompt="x", max_tokens=3, top_p=0.5, logprobs=2, n=2
+        )
+        assert only_request(plain).sampling.logprobs == 7
+        assert len(asked) == 2
+        for request in asked:
+            assert isinstance(request, Request)
+            sampling = request.sampling
+            assert (sampling.max_new_tokens, sampling.top_p, sampling.logprobs) == (3, 0.5, 2)
+
+    def test_case_Q_bad_parameter_in_a_body_is_an_error_row(self, model: Model) -> None:
+        prompts = model.prompts(prompt=None, format="openai", chat="auto")
+        kind, words = only_error(
+            self.outcomes(prompts, "/v1/completions", prompt="x", temperature=-1)
+        )
+        assert kind == "bad_params"
+        assert words.startswith("has in its body `temperature` = -1: ")
+
+    def test_chat_without_a_template_is_an_error_row(self, tmp_path: Path) -> None:
+        bare = byte_level(tmp_path, template=None)
+        prompts = open_prompts(bare, prompt=None, format="openai", chat="auto")
+        turns = [{"role": "user", "content": "x"}]
+        failed = self.outcomes(prompts, "/v1/chat/completions", messages=turns)
+        assert only_error(failed)[0] == "template_error"
+
+
 class TestRowErrors:
+    def test_record_that_could_not_be_read_stays_its_error(self, model: Model) -> None:
+        error = RowError("bad_type", "row 0 of `a` is no JSON")
+        outcome = model.raw.encode([Row(RowId("a", 0), None, error=error)], {})
+        assert outcome == [Completion(RowId("a", 0), error=error)]
+
     def test_case_J_empty_null_and_blank_prompts(self, model: Model) -> None:
         values = ("ok", "", None, "   ")
         expected = ["ok", "empty_prompt", "null_prompt", "ok"]
@@ -216,7 +247,7 @@ class TestRowErrors:
         assert kinds(encode(each.prompts(chat=True), *values)) == expected
 
     def test_case_M_broken_text_in_messages_is_an_error_row(self, model: Model) -> None:
-        prompts = model.prompts(kind="messages", chat=True)
+        prompts = model.prompts(messages="m", chat=True)
         assert error_of(prompts, [{"role": "user", "content": "lone \udc00"}])[0] == "bad_text"
         assert error_of(prompts, b"\xff") == (
             "bad_text",
@@ -242,11 +273,11 @@ class TestRowErrors:
     def test_case_N_values_that_are_no_messages(
         self, model: Model, value: object, kind: str, words: str
     ) -> None:
-        prompts = model.prompts(kind="messages", chat=True)
+        prompts = model.prompts(messages="m", chat=True)
         assert error_of(prompts, value) == (kind, f"row 0 of `a.parquet` {words}")
 
     def test_case_N_template_that_raises_says_its_own_message(self, model: Model) -> None:
-        prompts = model.prompts(kind="messages", chat=True)
+        prompts = model.prompts(messages="m", chat=True)
         good = [{"role": "user", "content": "x"}]
         bad = [{"role": "bad", "content": "x"}]
         assert kinds(encode(prompts, good, bad, good)) == ["ok", "template_error", "ok"]
@@ -256,8 +287,8 @@ class TestRowErrors:
 
     def test_case_I_one_prompt_that_the_tokenizer_refuses_fails_alone(self, tmp_path: Path) -> None:
         # a vocabulary of whole words without an unknown token raises at any other word
-        words = Tokenizer(models.WordLevel({"yes": 0, "no": 1}, unk_token="?"))
-        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="no").save_pretrained(tmp_path)
+        words = Tokenizer(models.WordLevel({"yes": 0, "no": 1, "<end>": 2}, unk_token="?"))
+        PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path)
         prompts = open_prompts(tmp_path)
         outcomes = encode(prompts, "yes", "maybe", None, "no")
         assert kinds(outcomes) == ["ok", "bad_text", "null_prompt", "ok"]
@@ -285,7 +316,7 @@ class TestRowErrors:
 
 @pytest.fixture(scope="module")
 def chat_prompts(model: Model) -> dict[str, Prompts]:
-    return {kind: model.prompts(kind=kind, chat=True) for kind in ("prompt", "messages")}
+    return {kind: model.prompts(**{kind: "c"}, chat=True) for kind in ("prompt", "messages")}
 
 
 class TestConfiguration:
@@ -293,7 +324,7 @@ class TestConfiguration:
         ("changes", "words"),
         [
             ({"chat": True}, "`input.chat = true` needs a chat template"),
-            ({"kind": "messages", "chat": "auto"}, "`input.messages` needs a chat template"),
+            ({"messages": "m", "chat": "auto"}, "`input.messages` needs a chat template"),
             ({"system": "Be brief.", "chat": "auto"}, "`input.system` needs a chat template"),
         ],
     )
@@ -304,11 +335,20 @@ class TestConfiguration:
         with pytest.raises(ConfigError, match=words):
             open_prompts(folder, **changes)
 
-    @pytest.mark.parametrize("changes", [{"kind": "messages"}, {"system": "Be brief."}])
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"system": "Be brief."},
+            {"prefill": "Yes"},
+            {"tools": "t"},
+            {"chat_template_kwargs": {"a": 1}},
+        ],
+    )
     def test_chat_switched_off_is_refused_where_it_is_needed(
         self, model: Model, changes: dict[str, Any]
     ) -> None:
-        with pytest.raises(ConfigError):
+        (key,) = changes
+        with pytest.raises(ConfigError, match=f"`input.{key}` needs a chat template"):
             model.prompts(chat=False, **changes)
 
     def test_folder_without_tokenizer_is_refused(self, tmp_path: Path) -> None:
@@ -321,7 +361,21 @@ class TestConfiguration:
         changes: list[dict[str, Any]] = [
             {"chat": False},
             {"system": "Be brief."},
-            {"kind": "messages"},
+            {"messages": "m"},
+            {"template": "{{ a }}"},
+            {"token_ids": "t"},
+            {"prefill": "{{ a }}"},
+            {"tools": "t"},
+            {"params": "p"},
+            {"too_long": "truncate_left"},
+            {"chat_template_kwargs": {"a": 1}},
+            {"logprobs": 2},
+            {"top_k": 3},
+            {"min_p": 0.1},
+            {"n": 2},
+            {"min_new_tokens": 2},
+            {"repetition_penalty": 1.1},
+            {"stop_on_repetition": 9},
             {"max_model_len": 999},
             {"job_seed": 1},
             {"seed": 1},
@@ -387,6 +441,14 @@ class TestSampling:
         assert keys[0] == keys[1] == keys[2] == keys[3] != keys[4]
 
 
+class TestPromptText:
+    def test_prompt_is_shown_with_its_special_tokens(self, model: Model) -> None:
+        prompts = model.prompts(chat=True)
+        assert prompts.prompt_text(request_of(prompts, "Hello 😀")) == (
+            "<|im_start|>user\nHello 😀<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
 class TestText:
     @settings(deadline=None)
     @given(text=UTF8_TEXT)
@@ -406,7 +468,6 @@ class TestText:
         prompts = each.prompts(stop=("DE", "F"))
         assert text_of(prompts, each.ids("ABC", "DEF"), "stop", "DE") == "ABC"
         assert text_of(prompts, each.ids("ABC", "D", "E"), "stop", "DE") == "ABC"
-        assert text_of(prompts, each.ids("ABC", "F", "D", "E"), "stop", "DE") == "ABC"
         assert text_of(prompts, each.ids("ABC", "DEF"), "length") == "ABCDEF"
 
     def test_case_T_emoji_is_whole_when_complete(self, each: Model) -> None:

@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from jobrunner.data import merge as module
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory
-from jobrunner.data.merge import compact, merge_shard, merge_windows
+from jobrunner.data.merge import compact, merge_shard, merge_windows, part_cursors
+from jobrunner.data.outcomes import outcome_table
+from jobrunner.data.result_files import read_result_tally
 from jobrunner.data.results import (
     Results,
     Tally,
     list_parts,
-    outcome_table,
     read_part_footer,
     read_parts,
-    read_result_tally,
     write_part,
 )
 from jobrunner.errors import InfrastructureError
@@ -33,8 +33,8 @@ def part(run, indices, text="", replaces=()):
 def test_commit_writes_one_sorted_part_a_shard_and_says_which_rows(run):
     results = Results(run, part_rows=3)
     for index in (5, 1, 2):
-        results.add(*answer(SHARD, index))
-    results.add(*failure("other.parquet", 0))
+        results.add(answer(SHARD, index))
+    results.add(failure("other.parquet", 0))
     assert results.full
     committed = results.commit()
     assert committed == {SHARD: Intervals([(1, 3), (5, 6)]), "other.parquet": Intervals([(0, 1)])}
@@ -69,7 +69,7 @@ def test_merge_gives_every_row_once_in_order_with_its_kept_columns(run):
     assert [row["id"] for row in rows] == [f"id-{index}" for index in range(10)]
     assert [row["status"] for row in rows] == ["ok"] * 5 + ["error"] * 4 + ["ok"]
     assert rows[5]["error_kind"] == "null_prompt"
-    assert tally == read_result_tally(run.result(SHARD))
+    assert tally == read_result_tally(run, SHARD)
     assert (tally.rows, tally.errors) == (10, {"null_prompt": 4})
     assert not run.parts(SHARD).exists()
 
@@ -143,8 +143,6 @@ def test_merge_windows_equal_sorting_everything(tmp_path_factory, parts, window)
     for number, indices in enumerate(parts):
         part(run, sorted(indices), text=f"part {number}")
         expected = dict.fromkeys(indices, f"part {number}") | expected
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "WINDOW_ROWS", window)
-        merged = pa.concat_tables(merge_windows(list_parts(run, SHARD)))
+    merged = pa.concat_tables(merge_windows(part_cursors(list_parts(run, SHARD)), window))
     assert merged["row"].to_pylist() == sorted(expected)
     assert merged["text"].to_pylist() == [expected[index] for index in sorted(expected)]

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHELL_SCRIPTS = ["scripts/setup", "scripts/quickstart", "scripts/test", "scripts/check", ".ci/run"]
+SHELL_SCRIPTS = [
+    "scripts/setup",
+    "scripts/quickstart",
+    "scripts/test",
+    "scripts/test_oldest",
+    "scripts/check",
+    ".ci/run",
+]
 
 
 @pytest.mark.parametrize("name", SHELL_SCRIPTS)

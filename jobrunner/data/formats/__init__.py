@@ -1,0 +1,1 @@
+"""How the formats of input files are read: one file a format, all with one protocol."""

@@ -1,0 +1,1 @@
+"""OpenAI's batch files: their requests in our words, our outcomes as their lines."""

@@ -1,0 +1,42 @@
+"""Every example job under jobs/ runs as it is, with a tiny model in the place of the demo model."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from jobrunner.commands.verify import find_problems
+from jobrunner.data.layout import RunDirectory
+from jobrunner.data.result_files import result_suffix
+from jobrunner.errors import ExitCode
+from jobrunner.job import run
+from jobrunner.jobfile import load_settings
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
+# examples that show what becomes of a row that is wrong
+WITH_ERRORS = {"openai", "params"}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    return folder / "jobs"
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs_and_verifies(jobs, tiny_model, name):
+    overrides = [f'model.name="{tiny_model}"', 'progress.style="off"']
+    settings = load_settings(jobs / f"{name}.toml", overrides)
+    summary = run(settings)
+    assert summary.exit_code == (ExitCode.ROW_ERRORS if name in WITH_ERRORS else ExitCode.OK)
+    run_directory = RunDirectory(settings.run_directory, "verify", result_suffix(settings))
+    assert list(find_problems(settings, run_directory)) == []
+
+
+def test_every_example_is_in_the_guide():
+    guide = (ROOT / "jobs" / "README.md").read_text()
+    named = set(re.findall(r"\(([\w-]+)\.toml\)", guide))
+    assert named == set(EXAMPLES)
