@@ -64,6 +64,13 @@ def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     return values
 
 
+def _off_or_three(value: int) -> int:
+    """A block of tokens repeats itself once it stands there three times."""
+    if value in (1, 2):
+        raise ValueError("must be 0 (off) or at least 3")
+    return value
+
+
 # what no clock, index or tensor goes beyond
 TEN_YEARS_S = 10 * 365 * 86400.0
 MOST = 2**31 - 1
@@ -184,6 +191,12 @@ class OutputTable(Table):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     compression: Literal["zstd", "snappy", "gzip", "none"] = "zstd"
 
+    @model_validator(mode="after")
+    def _lines_are_not_snappy(self) -> OutputTable:
+        if self.format == "jsonl" and self.compression == "snappy":
+            raise ValueError('`compression` "snappy" is for Parquet: take "zstd", "gzip" or "none"')
+        return self
+
 
 class ModelTable(Table):
     name: PathText
@@ -206,7 +219,7 @@ class GenerationTable(Table):
     frequency_penalty: float = Field(default=0.0, ge=-100, le=100)
     stop: Strings = ()
     stop_token_ids: TokenIds = ()
-    stop_on_repetition: Annotated[int, Field(ge=0, le=MOST)] = 0
+    stop_on_repetition: Annotated[int, Field(ge=0, le=MOST), AfterValidator(_off_or_three)] = 0
     ignore_eos: bool = False
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     seed: int | None = None

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
+from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Stats, Totals
 from jobrunner.console.view import summary
 from jobrunner.data.claims import Claims, Identity, device_name, holding_device
@@ -40,6 +41,10 @@ from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.opening import Job, load_engine, open_job
 from jobrunner.records import Completion, Engine, Partial, Request, Step
 from jobrunner.stop import Stop
+
+if TYPE_CHECKING:
+    from jobrunner.engine.loading import ModelInfo
+    from jobrunner.engine.machine import Rates
 
 log = logging.getLogger("cbjob")
 
@@ -143,8 +148,9 @@ def _work(
     limits.raise_if_passed()
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
+        rates = _measure(job)
         engine = open_engine(job)
-        stats = _stats(job, progress, engine)
+        stats = _stats(job, progress, rates)
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, reader, stats, stop)
         with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
@@ -192,13 +198,39 @@ def _console(settings: Settings, directory: RunDirectory, identity: Identity) ->
     )
 
 
-def _stats(job: Job, progress: Progress, engine: Engine) -> Stats:
+def _measure(job: Job) -> Rates | None:
+    """Measure the machine before weights and KV fill it, if the numbers are wanted."""
+    if not job.settings.progress.metrics:
+        return None
+    from jobrunner.engine.machine import measure_rates
+
+    return measure_rates(job.device, job.dtype)
+
+
+def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
+    from jobrunner.engine.machine import device_memory_bytes
+
     size = job.settings.batching.max_batch_size
     return Stats(
         _totals(progress, job),
         slots=size if isinstance(size, int) else None,
         started_s=time.monotonic(),
         price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
+        limits=None if rates is None else _machine_limits(job.model, rates),
+        device_memory=partial(device_memory_bytes, job.device),
+    )
+
+
+def _machine_limits(model: ModelInfo, rates: Rates) -> MachineLimits:
+    # a step reads neither the input embedding nor experts that nobody chose
+    read_parameters = (model.flops_per_token + model.flops_per_output_token) / 2
+    return MachineLimits(
+        flops_per_token=model.flops_per_token,
+        flops_per_output_token=model.flops_per_output_token,
+        weight_bytes=read_parameters * model.weight_bytes / model.parameters,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        gemm_flops_per_s=rates.gemm_flops_per_s,
+        read_bytes_per_s=rates.read_bytes_per_s,
     )
 
 

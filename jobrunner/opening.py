@@ -18,7 +18,7 @@ from jobrunner.data.result_files import result_suffix
 from jobrunner.records import Engine
 
 if TYPE_CHECKING:
-    from jobrunner.engine.loading import LoadedEngine
+    from jobrunner.engine.loading import LoadedEngine, ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,19 @@ class Job:
     input: Input
     prompts: Prompts
     model_folder: Path
-    device: str
-    dtype: str
-    max_model_len: int
+    model: ModelInfo
+
+    @property
+    def device(self) -> str:
+        return self.model.device
+
+    @property
+    def dtype(self) -> str:
+        return self.model.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        return self.model.max_model_len
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides what the results say."""
@@ -63,6 +73,7 @@ def open_job(settings: Settings) -> Job:
         device=settings.model.device,
         dtype=settings.model.dtype,
         max_model_len=settings.model.max_model_len,
+        block_size=settings.batching.block_size,
     )
     prompts = Prompts(
         folder,
@@ -73,7 +84,7 @@ def open_job(settings: Settings) -> Job:
         base=settings.folder,
         logprobs=settings.output.logprobs,
     )
-    return Job(settings, job_input, prompts, folder, info.device, info.dtype, info.max_model_len)
+    return Job(settings, job_input, prompts, folder, info)
 
 
 def load_engine(job: Job) -> Engine:

@@ -123,3 +123,27 @@ def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
     with pytest.raises(ConfigError, match="1 problem") as raised:
         load_settings(job(SMALL), [f"{table}.{key}=1"])
     assert "is not yet supported" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('[output]\npath = "r"\nformat = "jsonl"\ncompression = "snappy"', "is for Parquet"),
+        ("[generation]\nstop_on_repetition = 2", "must be 0 (off) or at least 3"),
+        ("[generation]\nmin_new_tokens = 9\nmax_new_tokens = 8", "is over `max_new_tokens` 8"),
+        ('[input]\nprompt = "p"\npath = "a"\ndataset = "b"', "`path` or as `dataset`, not both"),
+        ('[input]\nprompt = "p"\npath = "a"\ntemplate = "t"', "must name one of `prompt`"),
+        ('[input]\npath = "a"\ntoken_ids = "t"\nprefill = "x"', "drop `prefill`"),
+        ('[input]\npath = "a"\nprompt = "p"\nsplit = "test"', "belong to `dataset`"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(job, lines, said):
+    tables = {
+        "input": '[input]\npath = "in"\nprompt = "p"',
+        "output": '[output]\npath = "run"',
+        "model": '[model]\nname = "demo"',
+    }
+    tables.pop(lines[1 : lines.index("]")], None)
+    with pytest.raises(ConfigError) as raised:
+        load_settings(job("\n".join([*tables.values(), lines])))
+    assert said in str(raised.value)

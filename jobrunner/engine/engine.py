@@ -109,6 +109,7 @@ class Engine:
             tokens_computed=plan.prefill_tokens + plan.decode_tokens,
             tokens_recomputed=plan.tokens_recomputed,
             tokens_cached=plan.tokens_cached,
+            context_tokens=sum(chunk.start for chunk in plan.chunks),
             batch_size=len(plan.chunks),
             running=running,
             waiting=self._scheduler.waiting,

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
@@ -33,7 +33,7 @@ from jobrunner.engine.support import (
     read_config,
     resolve_max_model_len,
 )
-from jobrunner.engine.weights import read_weights
+from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
 
 log = logging.getLogger("cbjob")
@@ -52,7 +52,8 @@ class ModelInfo:
 
     `weight_bytes` is the memory of the weights in `dtype`, at least; `kv_bytes_per_token` that of
     K and V of one token over all layers, a guess for the few models that show it only when
-    they are loaded.
+    they are loaded. `flops_per_token` is 2 for each parameter that every token passes,
+    `flops_per_output_token` for each of the output projection.
     """
 
     device: str
@@ -64,6 +65,8 @@ class ModelInfo:
     weight_bytes: int
     kv_bytes_per_token: int
     kv_is_a_guess: bool
+    flops_per_token: float
+    flops_per_output_token: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ def read_model_info(
     dtype = resolve_dtype(dtype, device, config)
     element = DTYPES[dtype]
     quantised = getattr(config, "quantization_config", None) is not None
+    output = config.vocab_size * config.hidden_size
     info = ModelInfo(
         device=device,
         dtype=dtype,
@@ -121,9 +125,21 @@ def read_model_info(
         weight_bytes=weights.file_bytes if quantised else weights.bytes_as(element.itemsize),
         kv_bytes_per_token=bytes_per_token(calls or usual_calls(config), element),
         kv_is_a_guess=calls is None,
+        flops_per_token=2.0 * _passed_by_a_token(config, weights, output),
+        flops_per_output_token=2.0 * output,
     )
     check_fits(info.weight_bytes, info.kv_bytes_per_token * block_size, _free_bytes(device))
     return info
+
+
+def _passed_by_a_token(config: PretrainedConfig, weights: Weights, output: int) -> float:
+    """Count the parameters in front of the output projection that one token is multiplied with."""
+    embeddings = output if config.tie_word_embeddings else 2 * output
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((n for name in names if (n := getattr(config, name, None))), 1)
+    chosen = getattr(config, "num_experts_per_tok", None) or experts
+    idle = weights.experts * (1 - min(1.0, chosen / experts))
+    return max(0.0, weights.parameters - embeddings - idle)
 
 
 def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from jobrunner.engine.devices import DTYPES
+
 # beyond what caches hold, small enough to be measured in a fraction of a second
 _GEMM_SIZE = {"cpu": 1024, "cuda": 8192}
 _READ_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
@@ -23,14 +25,14 @@ class Rates:
     read_bytes_per_s: float
 
 
-def measure_rates(device: str, dtype: torch.dtype) -> Rates:
-    """Measure both rates on `device`, "cpu" or "cuda", the product in `dtype`.
+def measure_rates(device: str, dtype: str) -> Rates:
+    """Measure both rates on `device`, "cpu" or "cuda", the product in `dtype`, "bfloat16" or so.
 
     Takes some tenths of a second and up to about 600 MB of the device's memory, given back.
     """
     kind = torch.device(device).type
     rates = Rates(
-        gemm_flops_per_s=_gemm_rate(_GEMM_SIZE[kind], device, dtype),
+        gemm_flops_per_s=_gemm_rate(_GEMM_SIZE[kind], device, DTYPES[dtype]),
         read_bytes_per_s=_read_rate(_READ_BYTES[kind], device),
     )
     if kind == "cuda":
@@ -72,3 +74,10 @@ def _timed_s(work: Callable[[], object], device: str) -> float:
         # a launch returns before the work is done
         torch.cuda.synchronize()
     return time.perf_counter() - started_s
+
+
+def device_memory_bytes(device: str) -> int | None:
+    """The memory of a GPU that this process holds now; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    return int(torch.cuda.memory_reserved(device))

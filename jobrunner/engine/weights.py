@@ -18,11 +18,13 @@ _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`parameters` counts the elements of all tensors, `wide` those that take the chosen dtype."""
+    """`parameters` counts the elements of all tensors, `wide` those that take the chosen dtype,
+    `experts` those of which a token passes only a part."""
 
     file_bytes: int
     parameters: int
     wide: int
+    experts: int
 
     def bytes_as(self, element_bytes: int) -> int:
         """Memory of the weights once loaded; what is quantised or whole stays as it is."""
@@ -31,7 +33,7 @@ class Weights:
 
 def read_weights(folder: Path) -> Weights:
     """Read the headers of a checkpoint; ModelError where it is not complete or not safe."""
-    file_bytes = parameters = wide = 0
+    file_bytes = parameters = wide = experts = 0
     for path in _weight_files(folder):
         try:
             header = _header(path)
@@ -41,12 +43,13 @@ def read_weights(folder: Path) -> Weights:
                     count = math.prod(tensor["shape"])
                     parameters += count
                     wide += count if tensor["dtype"] in _FLOATS else 0
+                    experts += count if ".experts." in name else 0
         except (OSError, ValueError, TypeError, KeyError, struct.error) as error:
             raise ModelError(
                 f"the weights `{path}` cannot be read: {error}",
                 hint="check that the folder is complete",
             ) from error
-    return Weights(file_bytes, parameters, wide)
+    return Weights(file_bytes, parameters, wide, experts)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, DeepseekV3Config, LlamaConfig, PhimoeConfig
+from transformers import CONFIG_MAPPING, BloomConfig, DeepseekV3Config, LlamaConfig, PhimoeConfig
 
 from jobrunner.engine import loading
 from jobrunner.engine.attention.hook import UnservedError
@@ -141,6 +141,14 @@ def test_kv_of_keys_wider_than_values_is_known_without_weights(tmp_path: Path):
     assert open_tiny(tmp_path).kv_bytes_per_token == 4 * 4 * (12 + 6) * 4
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "mixtral", "gemma3_text", "jetmoe"])
+def test_kv_without_weights_is_right_or_said_to_be_a_guess(tmp_path: Path, kind: str):
+    save_model(tmp_path, shrunk(CONFIG_MAPPING[kind]))
+    before, loaded = info(tmp_path), open_tiny(tmp_path)
+    assert before.kv_is_a_guess or before.kv_bytes_per_token == loaded.kv_bytes_per_token
+    assert before.kv_is_a_guess == (kind in ("gpt2", "jetmoe"))
+
+
 def test_a_model_bigger_than_memory_is_refused_before_loading_with_both_figures(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -254,3 +262,11 @@ def test_logits_that_are_not_finite_are_refused(tmp_path: Path):
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="logits that are not finite"):
         open_tiny(tmp_path)
+
+
+def test_what_a_token_costs_is_known_before_the_weights(tmp_path):
+    dense = tiny_llama(tmp_path / "dense")
+    info = read_model_info(dense, device="cpu", dtype="float32", max_model_len="auto")
+    output = 96 * 32
+    assert info.flops_per_output_token == 2 * output
+    assert info.flops_per_token == 2 * (info.parameters - 2 * output)
