@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import click
 
+from jobrunner.console.printable import printable
 from jobrunner.errors import ExitCode, JobError
 
 Command = TypeVar("Command", bound=Callable[..., int])
@@ -56,7 +57,7 @@ def init(file: Path, schema: bool) -> int:
 @cli.command(short_help="Check JOB before it runs.")
 @_job
 @click.option("--rows", is_flag=True, help="Read and tokenise every row; load no weights.")
-@click.option("--no-load", is_flag=True, help="Load no weights and read no rows.")
+@click.option("--no-load", is_flag=True, help="Load no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def check(
     job: Path,
@@ -159,10 +160,10 @@ def main() -> None:
 
 
 def _say(message: str, hint: str) -> None:
-    printable = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in message)
-    click.echo(f"error: {printable}", err=True)
-    if hint:
-        click.echo(f"hint: {hint}", err=True)
+    for words, text in (("error", message), ("hint", hint)):
+        if text:
+            lines = "\n".join(map(printable, text.split("\n")))
+            click.echo(f"{words}: {lines}", err=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -31,7 +32,10 @@ def _quantity(value: object, units: Mapping[str, float], example: str) -> float:
     match = QUANTITY.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2] not in units:
         raise ValueError(f"must be a number with a unit out of {', '.join(units)}, like {example}")
-    return float(match[1]) * units[match[2]]
+    amount = float(match[1]) * units[match[2]]
+    if math.isinf(amount):
+        raise ValueError("is beyond all bounds")
+    return amount
 
 
 def _duration(value: object) -> float:
@@ -91,6 +95,7 @@ Size = Annotated[
     BeforeValidator(_size, json_schema_input_type=SizeInput),
 ]
 Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], OneOrMore]
+Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[Strings, AfterValidator(_distinct)]
 Text = Annotated[str, AfterValidator(_text)]
 PathText = Annotated[str, Field(min_length=1), AfterValidator(_text)]
@@ -115,6 +120,8 @@ class JobTable(Table):
 
 # what has no place in an OpenAI batch file and its answers
 OPENAI_UNUSED = ("tools", "prefill", "params", "keep", "id")
+# what only a chat template can do something with
+NEEDS_CHAT = ("system", "chat_template", "chat_template_kwargs", "tools", "prefill")
 # what makes the prompt of a row, one of them
 SOURCES = ("prompt", "messages", "template", "token_ids")
 
@@ -128,17 +135,17 @@ class InputTable(Table):
     split: str = "train"
     streaming: bool = False
     format: Literal["auto", "parquet", "jsonl", "csv", "openai"] = "auto"
-    prompt: str | None = None
-    messages: str | None = None
+    prompt: Column | None = None
+    messages: Column | None = None
     template: Text | None = None
-    token_ids: str | None = None
+    token_ids: Column | None = None
     system: Text | None = None
     chat: Literal["auto"] | bool = "auto"
     chat_template: PathText | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    tools: str | None = None
+    tools: Column | None = None
     prefill: Text | None = None
-    id: str | None = None
+    id: Column | None = None
     keep: Columns = ()
     params: Columns = ()
     too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = "error"
@@ -164,10 +171,9 @@ class InputTable(Table):
             raise ValueError(f"must name one of {', '.join(f'`{name}`' for name in SOURCES)}")
         if self.messages is not None and self.chat is False:
             raise ValueError("`messages` needs the chat template: `chat` cannot be false")
-        if self.token_ids is not None:
-            unused = "system chat_template chat_template_kwargs tools prefill".split()
-            if wrong := [name for name in unused if getattr(self, name)]:
-                raise ValueError(f"`token_ids` are used as they are: drop `{wrong[0]}`")
+        wrong = [name for name in NEEDS_CHAT if getattr(self, name)]
+        if self.token_ids is not None and wrong:
+            raise ValueError(f"`token_ids` are used as they are: drop `{wrong[0]}`")
         return self
 
     @property
@@ -323,3 +329,11 @@ class Settings(Table):
 
 
 TABLES = [name for name in Settings.model_fields if name not in ("folder", "limit")]
+
+
+def table_model(table: str) -> type[Table]:
+    """The type of one table of a job file."""
+    model = Settings.model_fields[table].annotation
+    assert isinstance(model, type)
+    assert issubclass(model, Table)
+    return model

@@ -247,26 +247,18 @@ def _tell_stopped(stop: Stop, progress: Progress, in_flight: Sequence[Partial]) 
 
 def _announce(job: Job, ledger: Ledger, progress: Progress) -> None:
     """Say what is about to be done, and what will surprise."""
-    settings = job.settings
     rows, tokens = ledger.saved()
     log.info(
         "%s: %s of %s rows are done, %s more have %s tokens saved",
-        settings.job.name,
+        job.settings.job.name,
         f"{progress.rows_done:,}",
         f"{progress.rows:,}",
         f"{rows:,}",
         f"{tokens:,}",
     )
-    wanted = settings.generation.max_new_tokens
-    if wanted >= job.max_model_len:
-        log.warning(
-            "max_new_tokens is %s, the model's context %s: texts end there",
-            f"{wanted:,}",
-            f"{job.max_model_len:,}",
-        )
     log.info("generation: %s", _spelled(job.prompts.effective))
-    if job.input.strange_column:
-        log.warning("%s: such rows become bad_type errors", job.input.strange_column)
+    for warning in job.warnings():
+        log.warning("%s", warning)
     log.info("loading the model from %s", job.model_folder)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from jobrunner.config import NOT_YET, TABLES, Settings, Table
+from jobrunner.config import NOT_YET, TABLES, Settings, table_model
 from jobrunner.errors import ConfigError
 
 
@@ -109,7 +109,7 @@ def _key_problems(document: Mapping[str, Any], path: Path, sources: Mapping[str,
         if table not in TABLES:
             problems.append(f"  `[{table}]` in `{path}` is not yet supported")
             continue
-        known = _keys(table)
+        known = table_model(table).model_fields
         later = NOT_YET.get(table, frozenset())
         for name, value in entries.items():
             where = f"`{table}.{name}` in `{sources.get(f'{table}.{name}', path)}`"
@@ -130,7 +130,7 @@ def _validate(
     So problems between keys are found in the same run as problems of single keys.
     """
     tables = {
-        table: {k: v for k, v in document[table].items() if k in _keys(table)}
+        table: {k: v for k, v in document[table].items() if k in table_model(table).model_fields}
         for table in TABLES
         if isinstance(document.get(table), dict)
     }
@@ -142,25 +142,37 @@ def _validate(
                 tables | {"folder": path.resolve().parent, "limit": limit}
             )
         except ValidationError as error:
-            wrong = set()
-            for entry in error.errors():
-                table, name = (*(str(part) for part in entry["loc"]), "", "")[:2]
-                again = entry["type"] == "missing" and name in left_out
-                if not again and not any(f"`{key}`" in entry["msg"] for key in left_out):
-                    problems[_problem(entry, table, name, path, sources)] = None
-                if name in tables.get(table, {}):
-                    wrong.add((table, name))
-            for table, name in wrong:
-                del tables[table][name]
-                left_out.add(name)
-            if not wrong:
-                return None, list(problems)
+            found = error.errors()
         else:
             return settings, list(problems)
+        for entry in found:
+            if not _follows(entry, left_out):
+                problems[_problem(entry, path, sources)] = None
+        wrong = {
+            (table, name) for table, name in map(_place, found) if name in tables.get(table, {})
+        }
+        if not wrong:
+            return None, list(problems)
+        for table, name in wrong:
+            del tables[table][name]
+            left_out.add(name)
 
 
-def _problem(entry: Any, table: str, name: str, path: Path, sources: Mapping[str, str]) -> str:
+def _place(entry: Any) -> tuple[str, str]:
+    """The table and the key that a problem is about, empty where it is about several."""
+    table, name = (*(str(part) for part in entry["loc"]), "", "")[:2]
+    return table, name
+
+
+def _follows(entry: Any, left_out: Collection[str]) -> bool:
+    """Whether a problem is there only because wrong keys were left out."""
+    missing = entry["type"] == "missing" and _place(entry)[1] in left_out
+    return missing or any(f"`{key}`" in entry["msg"] for key in left_out)
+
+
+def _problem(entry: Any, path: Path, sources: Mapping[str, str]) -> str:
     """Say one problem that pydantic found: key, file, value, what is wanted."""
+    table, name = _place(entry)
     key = f"{table}.{name}".rstrip(".")
     # what two tables say together has no key
     where = f"  `{key}` in `{sources.get(key, path)}`" if key else f"  `{path}`"
@@ -175,16 +187,8 @@ def _problem(entry: Any, table: str, name: str, path: Path, sources: Mapping[str
     return f"{where} = {_toml(entry['input'])}: {_lower(message)}"
 
 
-def _keys(table: str) -> Mapping[str, Any]:
-    model = Settings.model_fields[table].annotation
-    assert isinstance(model, type)
-    assert issubclass(model, Table)
-    return model.model_fields
-
-
 def _expected(table: str, name: str) -> str:
-    model = Settings.model_fields[table].annotation
-    schema = model.model_json_schema()["properties"][name]  # type: ignore[union-attr]
+    schema = table_model(table).model_json_schema()["properties"][name]
     return " or ".join(
         _describe(option) for option in schema.get("anyOf", [schema]) if option["type"] != "null"
     )

@@ -43,6 +43,19 @@ class Job:
     def max_model_len(self) -> int:
         return self.model.max_model_len
 
+    def warnings(self) -> list[str]:
+        """What lets the job run, but hardly as it was meant."""
+        found = []
+        if self.input.strange_column:
+            found.append(f"{self.input.strange_column}: such rows become bad_type errors")
+        wanted = self.settings.generation.max_new_tokens
+        if wanted >= self.max_model_len:
+            found.append(
+                f"max_new_tokens is {wanted:,}, the model's context {self.max_model_len:,}:"
+                " texts end there"
+            )
+        return found
+
     def fingerprint(self) -> dict[str, Any]:
         """Everything that decides what the results say."""
         settings = self.settings

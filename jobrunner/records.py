@@ -26,6 +26,10 @@ class RowId(NamedTuple):
     shard: str
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
 
+    def __str__(self) -> str:
+        """Name the row to a person."""
+        return f"row {self.index:,} of `{self.shard}`"
+
 
 class SampleId(NamedTuple):
     """Identity of one of the n samples of a row, counted from 0."""

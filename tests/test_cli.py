@@ -99,6 +99,20 @@ def test_control_characters_never_reach_the_terminal(tmp_path):
     assert "\x1b" not in done.stderr
 
 
+def test_control_characters_of_data_do_not_come_in_a_hint(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise MismatchError("differs", hint="its columns are `\x1b[2J`,\n`\x9b`")
+
+    monkeypatch.setattr("jobrunner.commands.run.run_command", fail)
+    monkeypatch.setattr("sys.argv", ["cbjob", "run", "job.toml"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "hint: its columns are `\N{REPLACEMENT CHARACTER}[2J`,",
+        "`\N{REPLACEMENT CHARACTER}`",
+    ]
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "said"),
     [

@@ -101,6 +101,7 @@ x = 1
         (SMALL.replace('prompt = "question"', ""), "must name one of `prompt`"),
         (SMALL + "[generation]\ntemperature = nan", "`generation.temperature` in"),
         (SMALL + "[generation]\nmax_new_tokens = true", "`generation.max_new_tokens` in"),
+        (SMALL + f'[batching]\nkv_memory = "{"9" * 400}GiB"', "is beyond all bounds"),
     ],
 )
 def test_a_wrong_job_file_is_said_in_words(job, text, message):
@@ -134,6 +135,7 @@ def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
         ('[input]\nprompt = "p"\npath = "a"\ndataset = "b"', "`path` or as `dataset`, not both"),
         ('[input]\nprompt = "p"\npath = "a"\ntemplate = "t"', "must name one of `prompt`"),
         ('[input]\npath = "a"\ntoken_ids = "t"\nprefill = "x"', "drop `prefill`"),
+        ('[input]\npath = "a"\nprompt = ""', "at least 1 character"),
         ('[input]\npath = "a"\nprompt = "p"\nsplit = "test"', "belong to `dataset`"),
     ],
 )

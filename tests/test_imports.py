@@ -9,7 +9,10 @@ PACKAGE = Path(__file__).parent.parent / "jobrunner"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SHARED = {"records", "errors", "config"}
 FOLDERS = ("data", "engine", "console")
-NO_TORCH = ("scheduler", "admission", "policies", "blocks", "sequence", "stopping")
+NO_TORCH = (
+    *("scheduler", "admission", "policies", "blocks", "sequence", "stopping"),
+    *("draws", "repetition", "memory", "weights"),
+)
 
 
 def imports(path: Path) -> set[str]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.commands.init import STDOUT, init_command, job_schema, table_model, template
+from jobrunner.commands.init import STDOUT, init_command, job_schema, template
 from jobrunner.commands.keys import EXAMPLES, KEYS, REQUIRED, TABLES_HELP
-from jobrunner.config import SOURCES, TABLES
+from jobrunner.config import SOURCES, TABLES, table_model
 from jobrunner.errors import ConfigError
 from jobrunner.jobfile import load_settings
 

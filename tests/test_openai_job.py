@@ -118,6 +118,21 @@ def test_every_request_has_a_line_in_one_of_two_files(world):
     assert world.problems() == []
 
 
+def test_nesting_near_pythons_own_bound_is_the_same_row_to_all_who_read_it(world):
+    levels = [1, 100, 300, *range(860, 1000, 2)]
+    lines = [{**request(f"r{depth}"), "more": [depth]} for depth in levels]
+    world.add_batch(lines)
+    path = world.folder / "input" / SHARD
+    nested = [
+        line.replace(f"[{depth}]", "[" * depth + "]" * depth)
+        for depth, line in zip(levels, path.read_text().splitlines(), strict=True)
+    ]
+    path.write_text("\n".join(nested))
+    assert world.run().exit_code == ExitCode.ROW_ERRORS
+    assert ids(world.responses()) == ["r1", "r100"]
+    assert world.problems() == []
+
+
 def test_no_errors_make_no_error_file(world):
     world.add_batch(some_requests(5))
     assert world.run().exit_code == ExitCode.OK

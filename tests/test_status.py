@@ -16,6 +16,7 @@ from jobrunner.commands.status import as_json, look, shell_line, status_command,
 from jobrunner.data.claims import Identity
 from jobrunner.data.results import list_parts
 from jobrunner.data.workers import find_workers
+from jobrunner.errors import InfrastructureError
 from tests.world import World
 
 PROMPTS = [f"row {index}" for index in range(25)]
@@ -64,6 +65,13 @@ def test_before_a_run_it_is_not_begun(world):
     status = look(world.settings())
     assert (status.state, status.sql, status.workers) == ("not begun", None, ())
     assert "not begun" in text_lines(status)[0]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"input shard `a`": {}}', "[" * 5000])
+def test_a_damaged_record_of_the_job_is_said_in_words(half_done, content):
+    half_done.directory.job_file.write_text(content)
+    with pytest.raises(InfrastructureError, match=r"job\.json` is damaged"):
+        look(half_done.settings())
 
 
 def test_after_a_run_it_is_finished(world):

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobrunner.commands.verify import find_problems
+from jobrunner.commands.verify import find_problems, verify_command
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.pending import Pending, write_pending
 from jobrunner.data.results import FOOTER_KEY, Tally
@@ -103,6 +103,12 @@ def test_a_stray_file_is_found(done, name):
     path.touch()
     [problem] = done.problems()
     assert problem.startswith(f"stray file {path}")
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(done, capsys):
+    (done.directory.results / "\x1b[2J.parquet").touch()
+    assert verify_command(done.job_file, limit=None, overrides=()) == 1
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_changed_input_is_found(done):

@@ -6,12 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jobrunner.commands.check_report import CheckReport, Column, InputReport, ModelReport
+from jobrunner.console.printable import printable
 from jobrunner.data.census import RowsReport, doubling_histogram, histogram
-
-if TYPE_CHECKING:
-    from jobrunner.commands.check import CheckReport, Column, InputReport, ModelReport
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 _BINS = 12
@@ -55,7 +54,7 @@ def text_lines(report: CheckReport, columns: int | None = None) -> list[str]:
         lines += _rows_lines(report.rows, report.model, columns)
     lines += [f"warning: {warning}" for warning in report.warnings]
     lines.append(_verdict(report))
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def _generation_lines(report: CheckReport, columns: int) -> Iterator[str]:
@@ -219,7 +218,3 @@ def _bytes(count: int) -> str:
 def _value(value: object) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 200 else text[:199] + "…"
-
-
-def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)

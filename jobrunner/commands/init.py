@@ -12,7 +12,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from jobrunner.commands.keys import EXAMPLES, KEYS, REQUIRED, TABLES_HELP
-from jobrunner.config import DURATION_UNITS, TABLES, DurationText, Settings, Table
+from jobrunner.config import DURATION_UNITS, TABLES, DurationText, Settings, table_model
 from jobrunner.errors import ConfigError, ExitCode
 
 STDOUT = Path("-")
@@ -60,14 +60,6 @@ def _section(table: str) -> Iterator[str]:
         example = "example: " if set_ and key in EXAMPLES else ""
         entry = f"{set_}{name} = {EXAMPLES.get(key) or _default(field)}"
         yield f"{entry.ljust(_COMMENT_COLUMN)}  # {example}{KEYS[table][name]}{_choices(field)}"
-
-
-def table_model(table: str) -> type[Table]:
-    """The type of one table of a job file."""
-    model = Settings.model_fields[table].annotation
-    assert isinstance(model, type)
-    assert issubclass(model, Table)
-    return model
 
 
 def _default(field: FieldInfo) -> str:

@@ -19,6 +19,7 @@ import click
 
 from jobrunner.commands.reading import committed_rows_sql
 from jobrunner.config import Settings
+from jobrunner.console.printable import printable
 from jobrunner.data.claims import Identity
 from jobrunner.data.fingerprint import read_fingerprint
 from jobrunner.data.layout import RunDirectory
@@ -116,6 +117,8 @@ def _shard_rows(run: RunDirectory, recorded: dict[str, Any]) -> dict[str, int]:
     """The rows of each shard, as the run noted them when it began."""
     shards = {key: value for key, value in recorded.items() if key.startswith(_SHARD_KEY)}
     try:
+        if not shards:
+            raise ValueError("a job has shards")
         return {key[len(_SHARD_KEY) : -1]: int(value["rows"]) for key, value in shards.items()}
     except (KeyError, TypeError, ValueError) as error:
         raise InfrastructureError(
@@ -190,7 +193,7 @@ def text_lines(status: JobStatus) -> list[str]:
         lines.append("  go on    cbjob run goes on from here")
     if status.sql is not None:
         lines.append(f"  read     {shell_line(status.sql)}")
-    return [_printable(line) for line in lines]
+    return [printable(line) for line in lines]
 
 
 def shell_line(sql: str) -> str:
@@ -238,7 +241,3 @@ def _duration(seconds: float | None) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{rest_s:02}s" if minutes else f"{rest_s}s"
-
-
-def _printable(line: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)

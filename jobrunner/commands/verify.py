@@ -18,7 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.config import Settings
-from jobrunner.data.fingerprint import ABSENT, read_fingerprint, show
+from jobrunner.console.printable import printable
+from jobrunner.data.fingerprint import ABSENT, read_fingerprint, same, show
 from jobrunner.data.inputs import Input, open_input
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.json_values import json_values
@@ -49,14 +50,15 @@ def verify_command(job: Path, *, limit: int | None, overrides: Sequence[str]) ->
     run = RunDirectory(settings.run_directory, worker="verify", suffix=suffix)
     problems = list(find_problems(settings, run))
     for problem in problems:
-        click.echo(f"problem: {problem}")
+        click.echo(printable(f"problem: {problem}"))
     if problems:
         unfinished = all("not finished" in problem for problem in problems)
-        click.echo(f"{run.root} {'is not finished' if unfinished else 'does not verify'}")
+        ending = "is not finished" if unfinished else "does not verify"
+        click.echo(printable(f"{run.root} {ending}"))
         return ExitCode.UNEXPECTED
     shards = open_input(settings).shards
     tallies = (read_result_tally(run, shard) for shard in shards)
-    click.echo(f"{run.root} verifies: {sum(tallies, Tally())}; shards: {len(shards):,}")
+    click.echo(printable(f"{run.root} verifies: {sum(tallies, Tally())}; shards: {len(shards):,}"))
     return ExitCode.OK
 
 
@@ -88,7 +90,7 @@ def _input_problems(job_input: Input, recorded: dict[str, object]) -> Iterator[s
         if key in now or key.startswith("input shard ")
     }
     for key in sorted({*now, *then}):
-        if now.get(key) != then.get(key):
+        if not same(now.get(key), then.get(key)):
             begun = show(then.get(key, ABSENT))
             yield f"{key}: {begun} when the run began, {show(now.get(key, ABSENT))} now"
 

@@ -12,8 +12,9 @@ from rich.live import Live
 from rich.text import Text
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from jobrunner.console.printable import printable_lines
 from jobrunner.console.stats import Snapshot, metrics_line
-from jobrunner.console.view import clean_lines, plain_line, postfix, view
+from jobrunner.console.view import plain_line, postfix, view
 
 Style = Literal["auto", "rich", "tqdm", "json", "plain", "off"]
 
@@ -211,7 +212,7 @@ class Rich:
 
 
 def _record(level: str, text: str) -> str:
-    text = clean_lines(text)
+    text = printable_lines(text)
     return text if level in ("debug", "info") else f"{level}: {text}"
 
 

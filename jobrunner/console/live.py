@@ -104,7 +104,7 @@ class Console:
 
 
 class _Screen:
-    """A display until whoever reads it is gone: that must not end a job of days."""
+    """A display until it cannot be written any more: that must not end a job of days."""
 
     def __init__(self, shown: Display) -> None:
         self._shown: Display | None = shown
@@ -131,7 +131,8 @@ class _Screen:
             return
         try:
             act(self._shown)
-        except BrokenPipeError:
+        except OSError:
+            # a pipe nobody reads, a terminal that was closed, a log on a full disk
             self._shown = None
 
 

@@ -70,8 +70,7 @@ class Errors:
 
 
 def _with_row(message: str, row: RowId) -> str:
-    where = f"row {row.index:,} of `{row.shard}`"
-    return message if message.startswith(where) else f"{where}: {message}"
+    return message if message.startswith(str(row)) else f"{row}: {message}"
 
 
 def _cut(message: str) -> str:

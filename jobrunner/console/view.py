@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from jobrunner.console.printable import printable
 from jobrunner.console.stats import Snapshot
 
 _SHARD_CELLS = 72  # fits beside its label on 80 columns
@@ -20,16 +21,6 @@ _LOOK = (
     "import sys, pyarrow.dataset as d; "
     'print(*d.dataset(sys.argv[1]).head(3).to_pylist(), sep="\\n")'
 )
-
-
-def clean(text: str) -> str:
-    """Replace what could act on a terminal or break a line: names and messages come from data."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
-def clean_lines(text: str) -> str:
-    """Clean each line, the later ones indented, so that no data can pass for a line of ours."""
-    return "\n  ".join(clean(line) for line in text.split("\n"))
 
 
 def view(snapshot: Snapshot) -> RenderableType:
@@ -123,10 +114,11 @@ def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) 
         )
     if snapshot.shards_done:
         look = f"{shlex.quote(python)} -c {shlex.quote(_LOOK)} {shlex.quote(str(results))}"
-        lines += [f"  results  {clean(str(results))}", f"  look     {look}"]
+        lines += [f"  results  {printable(str(results))}", f"  look     {printable(look)}"]
     else:
         lines.append(
-            f"  results  none yet: a file comes to {clean(str(results))} when a shard is complete"
+            f"  results  none yet: a file comes to {printable(str(results))}"
+            " when a shard is complete"
         )
     if not finished:
         lines.append("  go on    run the same command again")
@@ -153,7 +145,7 @@ def _kinds(snapshot: Snapshot) -> str:
 def _error_lines(snapshot: Snapshot) -> list[str]:
     """What the first error rows of each kind say."""
     return [
-        f"    {kind}: {clean(message)}"
+        f"    {kind}: {printable(message)}"
         for kind, messages in snapshot.error_examples.items()
         for message in messages
     ]
@@ -172,7 +164,7 @@ def _endings(snapshot: Snapshot) -> str:
 def _shard(snapshot: Snapshot) -> str:
     if snapshot.shard is None:
         return "-"
-    name = clean(snapshot.shard)
+    name = printable(snapshot.shard)
     if cell_len(name) <= _SHARD_CELLS:
         return name
     # the end of a path tells more than its beginning

@@ -152,9 +152,8 @@ class Census:
         length = len(request.prompt)
         self._note_long(length, request.id)
         if self._kv_tokens is not None and length > self._kv_tokens:
-            place = f"row {request.id.index:,} of `{request.id.shard}`"
             words = f"needs KV memory for {length:,} tokens, capacity {self._kv_tokens:,} tokens"
-            self._fail(RowError("cannot_fit", f"{place} {words}"))
+            self._fail(RowError("cannot_fit", f"{request.id} {words}"))
             return
         self._lengths[rounded(length)] += 1
         self._prompt_tokens += length

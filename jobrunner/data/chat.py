@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobrunner.config import InputTable
+from jobrunner.config import NEEDS_CHAT, InputTable
 from jobrunner.data.faults import RowFault
 from jobrunner.data.frames import Frame, prove_frame
 from jobrunner.errors import ConfigError
-
-# what only a chat template can do something with
-_NEEDS_CHAT = ("system", "chat_template", "chat_template_kwargs", "tools", "prefill")
 
 log = logging.getLogger("cbjob")
 
@@ -136,7 +133,7 @@ def open_chat(
     """
     own = None if table.chat_template is None else _read(table.chat_template, base)
     has_template = own is not None or _has_template(tokenizer)
-    wanted = next((key for key in _NEEDS_CHAT if getattr(table, key)), None)
+    wanted = next((key for key in NEEDS_CHAT if getattr(table, key)), None)
     if table.messages is not None:
         wanted = "messages"
     if not has_template and (table.chat is True or table.messages is not None):

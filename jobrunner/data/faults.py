@@ -15,11 +15,17 @@ class RowFault(Exception):  # noqa: N818 - of a row, not of the program
         self.prompt_tokens = prompt_tokens
 
     def error(self, row: RowId) -> RowError:
-        """The same as a record."""
-        return RowError(self.kind, f"row {row.index:,} of `{row.shard}` {self.words}")
+        """The same as a record, in words that any file can hold."""
+        # words may quote the row, and JSON can spell half of a surrogate pair
+        words = self.words.encode(errors="backslashreplace").decode()
+        return RowError(self.kind, f"{row} {words}")
 
 
 def shown(value: object, most_characters: int = 60) -> str:
     """Show a value in a message, cut where it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, OverflowError):
+        # a date of Arrow's that Python has not
+        text = f"a {type(value).__name__}"
     return text if len(text) <= most_characters else text[:most_characters] + "..."

@@ -147,7 +147,7 @@ def reading(file: object) -> Iterator[None]:
 def unreadable(file: object, why: object) -> InfrastructureError:
     """The error of a file that cannot be read."""
     return InfrastructureError(
-        f"cannot read `{file}`: {why or type(why).__name__}",
+        f"cannot read `{file}`: {str(why) or type(why).__name__}",
         hint="check the file and its disk, then run the same command again",
     )
 

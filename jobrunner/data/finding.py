@@ -49,7 +49,13 @@ def find_files(path: str, base: Path, suffixes: Collection[str]) -> list[Found]:
     nothing is found, InfrastructureError where a folder or a store cannot be read.
     """
     if is_remote(path):
-        root, files = _remote(path, suffixes)
+        try:
+            root, files = _remote(path, suffixes)
+        except ValueError as error:
+            # what a store says of a URL without a bucket
+            raise ConfigError(
+                f"input path `{path}` cannot be read: {error}", hint="name the bucket and a path"
+            ) from error
     else:
         root, files = _local(path, base, suffixes)
     if not files:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jobrunner.data.json_text import read_json_text
 from jobrunner.data.layout import RunDirectory, sync
 from jobrunner.errors import InfrastructureError, MismatchError
 
@@ -32,7 +33,7 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
     differences = [
         f"  {key}: {show(recorded.get(key, ABSENT))} then, {show(now.get(key, ABSENT))} now"
         for key in sorted({*recorded, *now})
-        if recorded.get(key, ABSENT) != now.get(key, ABSENT)
+        if not same(recorded.get(key, ABSENT), now.get(key, ABSENT))
     ]
     if differences:
         raise MismatchError(
@@ -44,7 +45,7 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
 def read_fingerprint(run: RunDirectory) -> dict[str, Any] | None:
     """What the run was begun with; None where no run was begun."""
     try:
-        recorded: Any = json.loads(run.job_file.read_text())
+        recorded: Any = read_json_text(run.job_file.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -72,6 +73,11 @@ def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
         return
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Tell whether two values are the same in JSON: 1, 1.0 and true are three."""
+    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def show(value: Any) -> str:

@@ -83,15 +83,15 @@ class DatasetContent:
             for name in dict.fromkeys((*wanted.needed, *wanted.carried))
             if name in self.schema.names
         ]
-        self._stamps = self._look()
-        self._hash = self._hash_rows()
+        # one value, not two: several threads ask for the identity
+        self._last_look = (self._look(), self._hash_rows())
 
     def identity(self) -> dict[str, int | str]:
         """The hash of the values of the wanted columns, however `datasets` stores them."""
-        stamps = self._look()
-        if stamps != self._stamps:
-            self._stamps, self._hash = stamps, self._hash_rows()
-        return {"content": self._hash}
+        stamps, last = self._look(), self._last_look
+        if stamps != last[0]:
+            last = self._last_look = (stamps, self._hash_rows())
+        return {"content": last[1]}
 
     def open(self, columns: Sequence[str], row: int, batch_rows: int) -> Place:
         return _DatasetPlace(self, columns, row, batch_rows)
@@ -271,12 +271,12 @@ def _error(name: str, folder: Path, failure: Exception) -> JobError:
 
     if isinstance(failure, DatasetNotFoundError):
         return _missing(name, folder)
-    said = f"`input.dataset` is `{name}`: {failure}"
+    said = f"`input.dataset` is `{name}`: {str(failure) or type(failure).__name__}"
     # a split or configuration that is not there, a dataset that wants to run code
     if isinstance(failure, DataFilesNotFoundError | ValueError | RuntimeError | ImportError):
         return ConfigError(said, hint="check `input.dataset` and `input.split`")
     return InfrastructureError(
-        f"{said or type(failure).__name__}",
+        said,
         hint="check the network and the disk, then run again: what was fetched is kept",
     )
 

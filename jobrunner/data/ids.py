@@ -35,7 +35,7 @@ class IdProblem:
 
     def __str__(self) -> str:
         if self.earlier is None:
-            return f"row {self.row.index:,} of `{self.row.shard}` has no id"
+            return f"{self.row} has no id"
         earlier, row = self.earlier, self.row
         same = "" if earlier.shard == row.shard else f" of `{earlier.shard}`"
         return (

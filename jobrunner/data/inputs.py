@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ from jobrunner.data.formats.content import Wanted
 from jobrunner.data.hub import find_dataset
 from jobrunner.data.layout import RunDirectory, result_name
 from jobrunner.data.openai.requests import OPENAI_COLUMNS
+from jobrunner.data.result_files import result_suffix
 from jobrunner.data.shards import (
     Shard,
     cut_spans,
@@ -69,7 +71,8 @@ def open_input(settings: Settings) -> Input:
         shards = find_shards(
             table.path or "", settings.folder, table.format, wanted, settings.limit
         )
-    _check_places(settings, shards)
+    _check_run_directory(settings, shards)
+    _check_result_names(shards, result_suffix(settings))
     kept_schema = check_columns(shards, wanted)
     return Input(
         shards={shard.name: shard for shard in shards},
@@ -112,8 +115,8 @@ def _strange_column(table: InputTable, shards: Sequence[Shard]) -> str:
     return strange_column(shards, table.column, kind)
 
 
-def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
-    """Refuse results that would become input, and two shards with one result file."""
+def _check_run_directory(settings: Settings, shards: Sequence[Shard]) -> None:
+    """Refuse results that would become input."""
     run = settings.run_directory
     path = local_path(settings.input.path or "")
     searched = "**" in path or (settings.folder / path).is_dir()
@@ -128,16 +131,29 @@ def _check_places(settings: Settings, shards: Sequence[Shard]) -> None:
                 " results would become input",
                 hint="choose an `output.path` elsewhere",
             )
+
+
+def _check_result_names(shards: Sequence[Shard], suffix: str) -> None:
+    """Refuse names that no file can have, and result files that are in each other's way."""
     names: dict[str, str] = {}
     for shard in shards:
-        if any(len(os.fsencode(part)) > NAME_BYTES for part in result_name(shard.name).split("/")):
+        name = result_name(shard.name, suffix)
+        if any(len(os.fsencode(part)) > NAME_BYTES for part in name.split("/")):
             raise ConfigError(
                 f"the result file of `{shard.name}` would have a name of over {NAME_BYTES} bytes",
                 hint="rename the shard",
             )
-        other = names.setdefault(result_name(shard.name), shard.name)
+        other = names.setdefault(name, shard.name)
         if other != shard.name:
             raise ConfigError(
                 f"shards `{other}` and `{shard.name}` would have the same result file",
+                hint="rename one of them",
+            )
+    for name, shard_name in names.items():
+        folders = map(str, PurePosixPath(name).parents)
+        if other := next((names[folder] for folder in folders if folder in names), ""):
+            raise ConfigError(
+                f"the result file of `{other}` would stand where that of `{shard_name}` needs a"
+                " folder",
                 hint="rename one of them",
             )

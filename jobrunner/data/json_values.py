@@ -64,7 +64,8 @@ def _dates_and_times(column: pa.Array) -> list[Any]:
     if types.is_timestamp(column.type) and column.type.tz is not None:
         column = column.cast(pa.timestamp(column.type.unit, "UTC"))
     spelled = column.cast(pa.string()).to_pylist()
-    return [None if value is None else value.replace(" ", "T", 1) for value in spelled]
+    # what Arrow cannot spell, it says in words
+    return [v if v is None or v.startswith("<") else v.replace(" ", "T", 1) for v in spelled]
 
 
 def _durations(column: pa.Array) -> list[Any]:

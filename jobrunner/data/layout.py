@@ -83,6 +83,8 @@ EXTRA_FIELDS = {
 _INPUT_SUFFIX = re.compile(
     r"(?<=[^/])\.(parquet|pq|jsonl|ndjson|json|csv|tsv|arrow)(\.(gz|zst|bz2|xz))?$"
 )
+# as often in a row nobody prunes a folder that somebody else is making
+MOST_TRIES = 1000
 # no column carried over from the input may have one of these names
 TAKEN_NAMES = (*OUTCOME_SCHEMA.names, *EXTRA_FIELDS)
 
@@ -193,14 +195,18 @@ def result_name(shard: str, suffix: str = ".parquet") -> str:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents so that they survive a loss of power."""
+    tries = 0
     while not folder.is_dir():
         make_folder(folder.parent)
+        tries += 1
         try:
             folder.mkdir(exist_ok=True)
             sync(folder.parent)
         except FileNotFoundError:
-            # another thread or worker pruned the empty parent: make it again
-            continue
+            # another thread or worker pruned the empty parent: make it again;
+            # there are also places where nobody can make one, as in /proc
+            if tries == MOST_TRIES:
+                raise
 
 
 def sync(path: Path) -> None:

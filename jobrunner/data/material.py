@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jobrunner.config import InputTable
 from jobrunner.data.chat import Chat
 from jobrunner.data.faults import RowFault, shown
+from jobrunner.data.json_text import read_json_text
 from jobrunner.data.nested import Path, at, strings, text_paths, without_nulls
 from jobrunner.data.openai.requests import BatchRequest
 from jobrunner.data.templates import ColumnTemplate
@@ -99,14 +99,11 @@ class Materials:
         return sorted(paths, key=lambda path: -len(at(content, path)))
 
     def _columns(self, row: Row, template: ColumnTemplate) -> dict[str, object]:
-        columns = {name: self._column(row, name) for name in template.columns}
+        columns = {name: row.others[name] for name in template.columns}
         for name, value in columns.items():
             if isinstance(value, bytes):
                 raise _bytes_fault(value, f"has in column `{name}` what ")
         return columns
-
-    def _column(self, row: Row, name: str) -> object:
-        return row.value if name == self._table.column else row.others[name]
 
     def _checked(self, value: object) -> object:
         if value is None:
@@ -180,8 +177,8 @@ def _tools(column: str, row: Row) -> list[Any] | None:
     value = row.others[column]
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = read_json_text(value)
+        except ValueError as error:
             raise RowFault("bad_type", f"has in column `{column}` no JSON: {error}") from error
     else:
         value = without_nulls(value)

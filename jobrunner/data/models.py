@@ -1,13 +1,15 @@
-"""Find the folder that `model.name` means and fingerprint it. Knows nothing of weights or torch."""
+"""Find the folder that `model.name` means, fingerprint it and read its JSON. Knows no weights."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from jobrunner.errors import ConfigError, InfrastructureError, JobError
+from jobrunner.errors import ConfigError, InfrastructureError, JobError, ModelError
 
 DEMO_NAME = "demo"
 DEMO_FOLDER_NAME = "smollm2-135m-instruct"
@@ -177,6 +179,19 @@ def _hub_error(name: str, folder: Path, revision: str | None, failure: Exception
         f"`model.name` is `{name}`: the download failed: {type(failure).__name__}: {failure}",
         hint="run again: what was downloaded so far is kept",
     )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of a model's folder; one that is not there is empty. Raises ModelError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read `{path}`: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"cannot read `{path}`: it is no JSON object")
+    return content
 
 
 def model_fingerprint(folder: Path) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -43,7 +43,7 @@ def outcome_table(rows: Iterable[FinishedRow], extras: Collection[str] = ()) -> 
     rows = list(rows)
     schema = outcome_schema(extras)
     columns = _base_columns(rows)
-    columns |= {name: _EXTRA_COLUMNS[name](rows, extras) for name in extras}
+    columns |= {name: _extra_column(name, rows, extras) for name in extras}
     arrays = [
         values if isinstance(values, pa.Array) else pa.array(values, field.type)
         for field in schema
@@ -73,7 +73,7 @@ def logprobs_array(values: Sequence[Sequence[TokenLogprob] | None]) -> pa.Array:
 
 def _base_columns(rows: Sequence[FinishedRow]) -> dict[str, Any]:
     errors = [row.error for row in rows]
-    ok = [row.answers[0] if row.error is None else None for row in rows]
+    ok = _first_answers(rows)
     return {
         "row": [row.id.index for row in rows],
         "status": ["error" if error else "ok" for error in errors],
@@ -86,29 +86,27 @@ def _base_columns(rows: Sequence[FinishedRow]) -> dict[str, Any]:
     }
 
 
-def _truncated_tokens(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
-    requests = [row.answers[0].completion.request for row in rows]
-    return [request.truncated_tokens if request else 0 for request in requests]
+def _extra_column(name: str, rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
+    answers = [row.answers[0] for row in rows]
+    match name:
+        case "truncated_tokens":
+            requests = [answer.completion.request for answer in answers]
+            return [request.truncated_tokens if request else 0 for request in requests]
+        case "prompt_text":
+            return [answer.prompt_text for answer in answers]
+        case "chunks":
+            return [answer.completion.chunks for answer in answers]
+        case "token_ids":
+            return _token_lists(_first_answers(rows))
+        case "logprobs":
+            ok = _first_answers(rows)
+            return logprobs_array([None if a is None else a.completion.logprobs for a in ok])
+        case "samples":
+            return _samples(rows, extras)
+    raise ValueError(f"no column `{name}`")
 
 
-def _prompt_text(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
-    return [row.answers[0].prompt_text for row in rows]
-
-
-def _token_ids(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
-    return _token_lists(_first_answers(rows))
-
-
-def _logprobs(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
-    answers = _first_answers(rows)
-    return logprobs_array([None if a is None else a.completion.logprobs for a in answers])
-
-
-def _chunks(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
-    return [row.answers[0].completion.chunks for row in rows]
-
-
-def _samples(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
+def _samples(rows: Sequence[FinishedRow], extras: Collection[str]) -> pa.Array:
     answers = [row.answers if row.error is None else None for row in rows]
     each = [answer for samples in answers if samples is not None for answer in samples]
     nothing = [None] * len(each)
@@ -123,17 +121,8 @@ def _samples(rows: Sequence[FinishedRow], extras: Collection[str]) -> Any:
     return _lists(answers, pa.StructArray.from_arrays(arrays, fields=fields))
 
 
-_EXTRA_COLUMNS: dict[str, Callable[[Sequence[FinishedRow], Collection[str]], Any]] = {
-    "truncated_tokens": _truncated_tokens,
-    "prompt_text": _prompt_text,
-    "token_ids": _token_ids,
-    "logprobs": _logprobs,
-    "chunks": _chunks,
-    "samples": _samples,
-}
-
-
 def _first_answers(rows: Sequence[FinishedRow]) -> list[Answer | None]:
+    """The first sample of each row, None for a row that is an error."""
     return [row.answers[0] if row.error is None else None for row in rows]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from pydantic import ValidationError
 
 from jobrunner.config import GenerationTable
 from jobrunner.data.faults import RowFault, shown
-from jobrunner.data.tokenizer import read_json
+from jobrunner.data.json_text import read_json_text
+from jobrunner.data.models import read_json
 from jobrunner.errors import ConfigError
 from jobrunner.records import Row
 
@@ -109,8 +109,8 @@ class RowParameters:
 def _struct(value: object, place: str) -> dict[str, object]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
+            value = read_json_text(value)
+        except ValueError as error:
             raise RowFault("bad_params", f"has in {place} no JSON: {error}") from error
     if value is None:
         return {}
@@ -130,8 +130,8 @@ def _from_text(name: str, value: object) -> object:
     if value == "":
         return None
     try:
-        found = json.loads(value.lower() if name == "ignore_eos" else value)
-    except (ValueError, RecursionError):
+        found = read_json_text(value.lower() if name == "ignore_eos" else value)
+    except ValueError:
         return value
     # a stop string is text, but for a list of them
     return found if name != "stop" or isinstance(found, list) else value

@@ -22,10 +22,10 @@ def provenance_of(
     fingerprint: Mapping[str, Any],
     generation: Mapping[str, object],
 ) -> dict[str, object]:
-    """Name version, model, fingerprints, settings and the generation values in effect.
+    """Name version, model, fingerprints, settings and the values that decide about requests.
 
-    `fingerprint` is the job's, as it is remembered; `generation` what became of `[generation]`
-    once the model's own defaults were looked at.
+    `fingerprint` is the job's, as it is remembered; `generation` what else holds for every row once
+    the model is known: its chat template, its end ids, the generation values in effect.
     """
     model = {key: value for key, value in fingerprint.items() if key.startswith("model file ")}
     tokenizer = {k: v for k, v in model.items() if any(word in k for word in _TOKENIZER_WORDS)}

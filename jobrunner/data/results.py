@@ -180,14 +180,9 @@ def reading_own(path: Path) -> Iterator[None]:
     """Say of a file of the run directory that cannot be read which it is, and what to do."""
     try:
         yield
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, KeyError, ValueError, TypeError) as error:
-        raise InfrastructureError(
-            f"`{path}` is damaged: {error}",
-            hint="remove this file and run again: only its rows are run again",
-        ) from error
-    except OSError as error:
-        # Arrow reports a broken page so, without an error number
-        if error.errno is not None:
+    except (pa.ArrowNotImplementedError, KeyError, ValueError, TypeError, OSError) as error:
+        # Arrow reports a broken page as an OSError without a number
+        if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InfrastructureError(
             f"`{path}` is damaged: {error}",

@@ -9,6 +9,7 @@ import pyarrow as pa
 from jobrunner.data.files import reading
 from jobrunner.data.formats.content import Place, Record
 from jobrunner.data.shards import Shard
+from jobrunner.data.utf8 import with_valid_text
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Row, RowError, RowId, Span
 
@@ -18,7 +19,8 @@ _BATCH_ROWS = 64
 def read_columns(shard: Shard, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """Stream some columns of a shard in row order, in the types that `check_columns` gave.
 
-    Raises InfrastructureError where the file cannot be read or lost rows.
+    Text that is not UTF-8 has U+FFFD where it is not. Raises InfrastructureError where the file
+    cannot be read or lost rows.
     """
     left = shard.rows
     in_file = pa.schema([field for field in schema if field.name not in shard.partition])
@@ -26,7 +28,7 @@ def read_columns(shard: Shard, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
         for batch in shard.content.batches(in_file):
             if left <= 0:
                 return
-            batch = batch.slice(0, left)
+            batch = with_valid_text(batch.slice(0, left))
             left -= batch.num_rows
             yield _complete(batch, shard.partition, schema) if len(schema) else batch
     if left > 0:
@@ -101,7 +103,7 @@ class Reader:
 
     def _row(self, row: RowId, record: Record, partition: Mapping[str, str | int | None]) -> Row:
         if isinstance(record, RowError):
-            return Row(row, None, error=record)
+            return Row(row, None, error=RowError(record.kind, f"{row}: {record.message}"))
         columns = {**record, **partition}
         value = None if self._column is None else columns[self._column]
         return Row(row, value, {name: columns[name] for name in self._others})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from functools import cache
+from inspect import isroutine
 from typing import Any
 
 from jobrunner.config import InputTable
@@ -18,7 +19,9 @@ _NOT_REPEATABLE = {"filters": ["random"], "globals": ["lipsum"]}
 
 
 def needed_columns(table: InputTable) -> tuple[str, ...]:
-    """Name the columns beside the column of prompts that requests are made of, each once.
+    """Name the columns that templates, tools and parameters are made of, each once.
+
+    The column of prompts is among them where it serves for those too.
 
     Raises ConfigError where a template is none.
     """
@@ -27,7 +30,7 @@ def needed_columns(table: InputTable) -> tuple[str, ...]:
         source = getattr(table, key)
         if source is not None:
             named += ColumnTemplate(key, source).columns
-    return tuple(dict.fromkeys(name for name in named if name not in (None, table.column)))
+    return tuple(dict.fromkeys(name for name in named if name is not None))
 
 
 class ColumnTemplate:
@@ -76,7 +79,8 @@ class Null:
     def __hash__(self) -> int:
         return hash(None)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
+        # what a list or a mapping prints of what is in it, too
         raise ValueError(f"it prints {self.name}, which is null")
 
 
@@ -131,6 +135,9 @@ def _environment() -> Any:
 def _printable(value: object) -> object:
     if value is None:
         raise ValueError("it prints a null")
+    if isroutine(value) or isinstance(value, type | Iterator):
+        # Python spells it by its place in memory, which is another one in every run
+        raise ValueError("it prints a function, and not what comes of it")
     return value
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jobrunner.data.literal import Literal
+from jobrunner.data.models import read_json
 from jobrunner.errors import ModelError
 
 
@@ -53,17 +53,6 @@ class Tokenizer:
         """Decode a prompt, special tokens and all."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
         return text
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file of the model folder; one that is not there is empty. Raises ModelError."""
-    if not path.exists():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read `{path}`: {error}") from error
-    return content
 
 
 def _load(folder: Path) -> Any:

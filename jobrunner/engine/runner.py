@@ -111,7 +111,6 @@ def _check_finite(logits_BV: torch.Tensor, sampling: Sequence[Running]) -> None:
     broken = (~logits_BV.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
     rows = [sampling[place].request.id for place in broken]
     raise InfrastructureError(
-        f"the model gives logits that are not finite for row {rows[0].index:,} of"
-        f" `{rows[0].shard}` and {len(rows) - 1} more",
+        f"the model gives logits that are not finite for {rows[0]} and {len(rows) - 1} more",
         hint='a wider `model.dtype` may help: "bfloat16" or "float32"; else the weights are broken',
     )

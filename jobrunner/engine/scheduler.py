@@ -114,7 +114,8 @@ class Scheduler:
         """Queue a request; one that is complete as it comes is returned as its completion."""
         sequence = Sequence(request, Stopping(request.sampling, self._open_text), now)
         if sequence.prompt_length == 0:
-            return _completion(sequence, now, error=RowError("empty_prompt", "no token to start"))
+            error = RowError("empty_prompt", f"{request.id} has no token to start with")
+            return _completion(sequence, now, error=error)
         count, ending = sequence.stopping.replay(request.output)
         if ending is not None:
             sequence.cut(count)
@@ -304,8 +305,8 @@ class Scheduler:
 
     def _cannot_fit(self, sequence: Sequence, now: float) -> Completion:
         message = (
-            f"needs KV memory for {len(sequence.tokens):,} tokens, "
-            f"capacity {self.blocks.capacity:,} tokens"
+            f"{sequence.request.id} needs KV memory for {len(sequence.tokens):,} tokens,"
+            f" capacity {self.blocks.capacity:,} tokens"
         )
         return _completion(sequence, now, error=RowError("cannot_fit", message))
 

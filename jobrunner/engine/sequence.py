@@ -102,7 +102,7 @@ def _logprobs(request: Request) -> list[TokenLogprob]:
         return []
     if len(request.logprobs) != len(request.output):
         raise ValueError(
-            f"row {request.id.index:,} of `{request.id.shard}` comes with {len(request.output):,}"
-            f" tokens and {len(request.logprobs):,} log-probabilities: one for each is needed"
+            f"{request.id} comes with {len(request.output):,} tokens and"
+            f" {len(request.logprobs):,} log-probabilities: one for each is needed"
         )
     return list(request.logprobs)

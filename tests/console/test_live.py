@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
@@ -50,10 +51,14 @@ class CountingStats:
 
 
 class GoneReader(io.StringIO):
-    """A pipe whose other end is closed."""
+    """A stream that cannot be written any more, for the given reason."""
+
+    def __init__(self, error: int) -> None:
+        super().__init__()
+        self._error = error
 
     def write(self, text: str) -> int:
-        raise BrokenPipeError
+        raise OSError(self._error, os.strerror(self._error))
 
 
 class Terminal:
@@ -114,10 +119,12 @@ def test_plain_lines_come_every_interval_and_once_at_the_end(stats: Stats) -> No
     assert stream.getvalue().splitlines() == expected
 
 
-@pytest.mark.parametrize("style", ["plain", "rich", "tqdm"])
-def test_reader_that_goes_away_does_not_end_the_job(stats: Stats, style: Style) -> None:
+# a closed pipe, a closed terminal, a full disk
+@pytest.mark.parametrize("error", [errno.EPIPE, errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("style", ["plain", "rich", "tqdm", "json"])
+def test_reader_that_goes_away_does_not_end_the_job(stats: Stats, style: Style, error: int) -> None:
     clock = FakeClock()
-    with Console(style, 1.0, stream=GoneReader(), clock=clock) as console:
+    with Console(style, 1.0, stream=GoneReader(error), clock=clock) as console:
         run_for(console, stats, clock, 8)
         LOGGER.warning("nobody reads this")
         console.finish(stats, "the summary")

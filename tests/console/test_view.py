@@ -14,8 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
+from jobrunner.console.printable import printable, printable_lines
 from jobrunner.console.stats import Snapshot, Stats, Totals
-from jobrunner.console.view import clean, clean_lines, plain_line, summary, view
+from jobrunner.console.view import plain_line, summary, view
 
 RESULTS = Path("runs/gsm8k/results")
 
@@ -167,11 +168,11 @@ def test_duration_is_short(snapshot: Snapshot, seconds: float | None, shown: str
 
 
 def test_clean_keeps_printable_text_and_replaces_the_rest() -> None:
-    assert clean("né 日本 😀 a\tb\x07\x9b") == "né 日本 😀 a\ufffdb\ufffd\ufffd"
+    assert printable("né 日本 😀 a\tb\x07\x9b") == "né 日本 😀 a\ufffdb\ufffd\ufffd"
 
 
 def test_later_lines_are_indented() -> None:
-    assert clean_lines("row 1 is bad\nwarning: forged") == "row 1 is bad\n  warning: forged"
+    assert printable_lines("row 1 is bad\nwarning: forged") == "row 1 is bad\n  warning: forged"
 
 
 def test_stats_do_not_import_rich() -> None:

@@ -202,3 +202,19 @@ class TestOpenInput:
         jsonl(tmp_path / "a.jsonl", "x")
         with pytest.raises(ConfigError, match="results would become input"):
             open_input(settings_of(tmp_path, path=path))
+
+    def test_a_name_is_too_long_by_what_its_own_result_file_ends_in(self, tmp_path: Path) -> None:
+        line = b'{"custom_id": "c", "method": "POST", "url": "/v1", "body": {}}\n'
+        longest = 255 - len(".responses.jsonl")
+        settings = settings_of(tmp_path, format="openai", prompt=None)
+        write_bytes(tmp_path / "in" / f"{'a' * longest}.jsonl", line)
+        assert open_input(settings).shards
+        write_bytes(tmp_path / "in" / f"{'b' * (longest + 1)}.jsonl", line)
+        with pytest.raises(ConfigError, match="a name of over 255 bytes"):
+            open_input(settings)
+
+    def test_a_result_file_where_another_needs_a_folder_is_refused(self, tmp_path: Path) -> None:
+        jsonl(tmp_path / "in" / "a.jsonl", "x")
+        jsonl(tmp_path / "in" / "a.parquet" / "b.jsonl", "x")
+        with pytest.raises(ConfigError, match=r"the result file of `a\.jsonl` would stand"):
+            open_input(settings_of(tmp_path))

@@ -39,15 +39,18 @@ def test_record_with_another_number_of_fields_is_an_error_row(tmp_path: Path) ->
     found = errors_of(tmp_path / "a.csv", b"a,b\n1,2\n1\n1,2,3\n1,2\n")
     assert found == [
         None,
-        RowError("bad_type", "the record has 1 fields, the header 2"),
-        RowError("bad_type", "the record has 3 fields, the header 2"),
+        RowError("bad_type", "row 1 of `a.csv`: the record has 1 fields, the header 2"),
+        RowError("bad_type", "row 2 of `a.csv`: the record has 3 fields, the header 2"),
         None,
     ]
 
 
 def test_field_that_is_not_utf8_is_an_error_row(tmp_path: Path) -> None:
     found = errors_of(tmp_path / "a.csv", b"a,b\n1,\xff\n1,2\n")
-    assert found == [RowError("bad_text", "the field of column `b` is not UTF-8"), None]
+    assert found == [
+        RowError("bad_text", "row 0 of `a.csv`: the field of column `b` is not UTF-8"),
+        None,
+    ]
 
 
 def test_quote_out_of_place_is_an_error_row_and_reading_goes_on(tmp_path: Path) -> None:
@@ -55,7 +58,9 @@ def test_quote_out_of_place_is_an_error_row_and_reading_goes_on(tmp_path: Path) 
     assert first is not None
     assert first.kind == "bad_text"
     assert second is None
-    assert third == RowError("bad_text", "the record is not CSV: unexpected end of data")
+    assert third == RowError(
+        "bad_text", "row 2 of `a.csv`: the record is not CSV: unexpected end of data"
+    )
 
 
 def test_case_W_field_of_a_megabyte(tmp_path: Path) -> None:

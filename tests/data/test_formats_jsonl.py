@@ -146,7 +146,7 @@ class TestBadLines:
         self, tmp_path: Path, line: bytes, kind: str, message: str
     ) -> None:
         error = error_of(tmp_path / "a.jsonl", line)
-        assert (error.kind, error.message) == (kind, message)
+        assert (error.kind, error.message) == (kind, f"row 1 of `a.jsonl`: {message}")
 
     def test_nesting_without_end_is_an_error(self, tmp_path: Path) -> None:
         line = b'{"prompt": ' + b"[" * 200_000

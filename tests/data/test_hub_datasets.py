@@ -190,6 +190,16 @@ class TestSavedToDisk:
         with pytest.raises(InfrastructureError):
             check_unchanged(shard, job_input.fingerprints["train"])
 
+    def test_a_failure_without_words_is_named(
+        self, saved: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise TimeoutError
+
+        monkeypatch.setattr(hub_module, "_saved", fail)
+        with pytest.raises(InfrastructureError, match="TimeoutError"):
+            open_input(settings_of())
+
     def test_unknown_column_is_refused(self, saved: Path, settings_of: Any) -> None:
         with pytest.raises(ConfigError, match="`train` has no column `promt`"):
             open_input(settings_of(prompt="promt"))

@@ -27,6 +27,7 @@ CASES = {
     "bytes": (pa.array([b"\x00\xff", b"", None]), ["AP8=", "", None]),
     "bytes of one length": (pa.array([b"ab", None], pa.binary(2)), ["YWI=", None]),
     "dates": (pa.array([dt.date(2024, 2, 29), None]), ["2024-02-29", None]),
+    "dates beyond Arrow's": (pa.array([2**30], pa.date32()), ["<value out of range: 1073741824>"]),
     "dates beyond Python's": (pa.array([3_000_000], pa.date32()), ["10183-09-21"]),
     "times": (pa.array([dt.time(1, 2, 3)], pa.time64("us")), ["01:02:03.000000"]),
     "timestamps": (pa.array([NOON, None], pa.timestamp("ms")), ["2024-02-29T12:00:01.500", None]),

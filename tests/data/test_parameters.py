@@ -9,7 +9,7 @@ import pytest
 
 from jobrunner.data.parameters import ROW_PARAMETERS
 from jobrunner.data.prompts import Prompts
-from jobrunner.errors import ConfigError
+from jobrunner.errors import ConfigError, ModelError
 from jobrunner.records import Completion, Partial, Request, Row, RowId, SampleId, TokenLogprob
 from tests.prompt_jobs import kinds, only_error, only_request, open_prompts, outcomes_of
 from tests.tiny_tokenizers import byte_level
@@ -260,6 +260,15 @@ class TestModelDefaults:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
         prompts = open_prompts(tmp_path, use_model_defaults=True)
         assert prompts.effective["temperature"] == temperature
+
+    @pytest.mark.parametrize("content", ["[]", "null", "{", "[" * 100_000])
+    def test_a_file_that_is_no_object_is_refused_by_name(
+        self, tmp_path: Path, content: str
+    ) -> None:
+        byte_level(tmp_path)
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(ModelError, match=r"cannot read `.*generation_config\.json`"):
+            open_prompts(tmp_path)
 
     def test_invalid_defaults_are_refused_with_the_file(self, tmp_path: Path) -> None:
         byte_level(tmp_path)

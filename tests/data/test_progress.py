@@ -112,3 +112,10 @@ def test_an_equal_job_goes_on(run):
     remember(run, {"a": (1, 2)})
     remember(run, {"a": [1, 2]})
     assert read_fingerprint(run) == json.loads('{"a": [1, 2]}')
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+def test_case_C_values_that_only_python_takes_for_equal_are_told_apart(run, other):
+    remember(run, {"a": {"b": 1}})
+    with pytest.raises(MismatchError, match="differs in"):
+        remember(run, {"a": {"b": other}})

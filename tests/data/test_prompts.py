@@ -197,6 +197,16 @@ class TestOpenAi:
         assert kind == "bad_params"
         assert words.startswith("has in its body `temperature` = -1: ")
 
+    def test_case_I_an_error_that_names_what_is_no_unicode_can_be_written(
+        self, model: Model
+    ) -> None:
+        prompts = model.prompts(prompt=None, format="openai", chat="auto")
+        failed = self.outcomes(prompts, "/v1/completions", prompt="x", **{"\ud800": 1})
+        assert only_error(failed) == (
+            "bad_params",
+            "asks for what cannot be done here: `\\ud800`",
+        )
+
     def test_chat_without_a_template_is_an_error_row(self, tmp_path: Path) -> None:
         bare = byte_level(tmp_path, template=None)
         prompts = open_prompts(bare, prompt=None, format="openai", chat="auto")

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from jobrunner.config import InputTable
@@ -40,9 +41,10 @@ class TestNeededColumns:
         )
         assert sorted(needed_columns(table)) == ["a", "b", "c", "e", "p", "t"]
 
-    def test_column_of_prompts_is_not_among_them(self) -> None:
+    def test_column_of_prompts_is_among_them_where_it_serves_for_those_too(self) -> None:
         table = InputTable(path="a", prompt="q", prefill="{{ q }}: {{ r }}")
-        assert needed_columns(table) == ("r",)
+        assert needed_columns(table) == ("q", "r")
+        assert needed_columns(InputTable(path="a", prompt="q", prefill="{{ r }}")) == ("r",)
 
     @pytest.mark.parametrize("key", ["template", "prefill"])
     def test_template_that_is_none_is_refused_with_its_line(self, key: str) -> None:
@@ -74,6 +76,9 @@ class TestColumns:
             ("{{ '%s' % a }}", "`a`"),
             ("{{ b.c }}", "`b`.c"),
             ("{{ none }}", "a null"),
+            ("{{ b }}", "`b`.c"),
+            ("{{ [1, a] }}", "`a`"),
+            ("{{ 'x' ~ b }}", "`b`.c"),
         ],
     )
     def test_case_N_printed_null_is_an_error_row(
@@ -107,6 +112,9 @@ class TestColumns:
             ("{{ 9 ** 99999 }}", "a power"),
             ("{{ a.missing }}", "has no attribute 'missing'"),
             ("{{ a[0].append(1) }}", "is unsafe"),
+            # their spelling would be another one in every run
+            ("{{ a.count }}", "prints a function"),
+            ("{{ a | map('string') }}", "prints a function"),
         ],
     )
     def test_template_can_do_nothing_beyond_its_bounds(
@@ -253,6 +261,10 @@ class TestChat:
 TOOL: dict[str, object] = {"name": "add", "strict": None}
 
 
+# a date that only Arrow can hold comes as its scalar
+BEYOND_PYTHON = pa.scalar(2**30, pa.int32()).cast(pa.date32())
+
+
 class TestTools:
     TEMPLATE = "{{ tools | tojson }}{{ messages[0].content }}"
 
@@ -276,7 +288,9 @@ class TestTools:
             text
         )
 
-    @pytest.mark.parametrize("tools", ["{", "7", [1], {"name": "add"}])
+    @pytest.mark.parametrize(
+        "tools", ["{", "7", [1], {"name": "add"}, "[" * 900 + "]" * 900, BEYOND_PYTHON]
+    )
     def test_what_is_no_list_of_tools_is_an_error_row(self, prompts: Any, tools: object) -> None:
         kind, words = only_error(outcomes_of(prompts, {"p": "x", "t": tools}))
         assert kind == "bad_type"

@@ -248,7 +248,7 @@ def test_case_L_a_prompt_over_the_kv_memory_cannot_fit_and_the_rest_goes_on():
     error = done[1].error
     assert error is not None
     assert error.kind == "cannot_fit"
-    assert error.message == "needs KV memory for 9 tokens, capacity 8 tokens"
+    assert error.message == "row 1 of `s` needs KV memory for 9 tokens, capacity 8 tokens"
     assert done[0].error is None
     assert done[2].error is None
 
@@ -256,8 +256,9 @@ def test_case_L_a_prompt_over_the_kv_memory_cannot_fit_and_the_rest_goes_on():
 def test_a_row_that_outgrows_the_kv_memory_alone_cannot_fit():
     bench = Bench(blocks=2, block_size=4, output_length=lambda prompt: 50)
     done = completions(bench.serve([request(0, [1] * 6, 50), request(1, [1] * 6, 3)]))
-    assert done[0].error is not None
-    assert done[0].error.message == "needs KV memory for 9 tokens, capacity 8 tokens"
+    error = done[0].error
+    assert error is not None
+    assert error.message == "row 0 of `s` needs KV memory for 9 tokens, capacity 8 tokens"
     assert done[0].tokens == ()
     assert len(done[1].tokens) == 3
 

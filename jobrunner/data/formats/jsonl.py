@@ -13,6 +13,7 @@ from jobrunner.data.formats.content import Record, Wanted
 from jobrunner.data.formats.kept import Kind, field_of, kind_of
 from jobrunner.data.formats.lines import LINE_BYTES, Lines, LineTooLong
 from jobrunner.data.formats.text import TextContent, look_at_text
+from jobrunner.data.json_text import read_json_text
 from jobrunner.records import RowError
 
 # names of columns that a person is told of
@@ -48,15 +49,13 @@ class JsonLines:
         if isinstance(raw, RowError):
             return raw
         try:
-            value = self._decoder.decode(raw.decode())
+            value = read_json_text(raw.decode(), self._decoder.decode)
         except UnicodeDecodeError as error:
             place = f"byte 0x{raw[error.start]:02x} at position {error.start:,} of the line"
             return RowError("bad_text", f"the line is not UTF-8: {place}")
         except json.JSONDecodeError as error:
             place = f"{error.msg} at character {error.pos:,} of the line"
             return RowError("bad_text", f"the line is not JSON: {place}")
-        except RecursionError:
-            return RowError("bad_text", "the line is nested too deep")
         except ValueError as error:
             return RowError("bad_text", f"the line is not JSON: {error}")
         if not isinstance(value, dict):

@@ -55,8 +55,8 @@ def _fault(line: AnswerLine, row: RowId, asker: Asker) -> str:
     if said["id"] != f"batch_req_{line_id(row)}" or said["custom_id"] != asker.custom_id:
         return "answers another request"
     response = said["response"]
-    is_sound = _is_explained if line.is_error else _is_answered
-    return "" if is_sound(response, asker) else "is neither answered nor explained"
+    sound = _is_explained(response) if line.is_error else _is_answered(response, asker)
+    return "" if sound else "is neither answered nor explained"
 
 
 def _is_answered(response: Mapping[str, Any], asker: Asker) -> bool:
@@ -76,7 +76,7 @@ def _is_choice(choice: Mapping[str, Any], place: int) -> bool:
     return choice["index"] == place and isinstance(text, str) and reason in ("stop", "length")
 
 
-def _is_explained(response: Mapping[str, Any], asker: Asker) -> bool:
+def _is_explained(response: Mapping[str, Any]) -> bool:
     error = response["body"]["error"]
     known = error_kind(error["code"]) in get_args(ErrorKind)
     return response["status_code"] in (400, 500) and known and bool(error["message"])

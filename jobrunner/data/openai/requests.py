@@ -6,12 +6,12 @@ error: nothing that would change the answer is left out in silence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jobrunner.data.faults import RowFault, shown
+from jobrunner.data.json_text import read_json_text
 
 # the keys of a line
 OPENAI_COLUMNS = ("custom_id", "method", "url", "body")
@@ -186,7 +186,7 @@ def _tool_calls(calls: object, number: int) -> list[Any]:
             {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
             for call in calls  # type: ignore[attr-defined]
         ]
-    except (TypeError, KeyError, ValueError, RecursionError) as error:
+    except (TypeError, KeyError, ValueError) as error:
         raise RowFault(
             "bad_type", f"has in message {number} a tool call that cannot be read: {error!r}"
         ) from error
@@ -194,7 +194,7 @@ def _tool_calls(calls: object, number: int) -> list[Any]:
 
 def _arguments(function: Mapping[str, Any]) -> Any:
     arguments = function["arguments"]
-    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    return read_json_text(arguments or "{}") if isinstance(arguments, str) else arguments
 
 
 def _prompt(asked: Mapping[str, Any]) -> str | list[Any]:

@@ -1,0 +1,1 @@
+"""Small jobs drawn at random, run, interrupted and checked. See scripts/fuzz."""
