@@ -179,7 +179,9 @@ def _work(
                 console.update(stats)
         _count_others(stats, progress)
         results = settings.run_directory / "results"
-        console.finish(stats, summary(stats.snapshot(time.monotonic()), results))
+        parquet = result_suffix(settings) == ".parquet"
+        said = summary(stats.snapshot(time.monotonic()), results, parquet=parquet)
+        console.finish(stats, said)
     limits.raise_if_passed()
 
 

@@ -54,6 +54,11 @@ class Job:
                 f"max_new_tokens is {wanted:,}, the model's context {self.max_model_len:,}:"
                 " texts end there"
             )
+        if self.prompts.tells_the_time:
+            found.append(
+                "the chat template writes today's date into prompts: rows that run another day get"
+                " another prompt, unless `input.chat_template_kwargs` sets it"
+            )
         return found
 
     def fingerprint(self) -> dict[str, Any]:
@@ -70,6 +75,7 @@ class Job:
             "output.columns": list(extras_of(settings)),
             "output.logprobs": settings.output.logprobs,
             "result files": result_suffix(settings),
+            "output.compression": settings.output.compression,
             "--limit": settings.limit,
             "model.dtype": self.dtype,
         }

@@ -85,7 +85,9 @@ def postfix(snapshot: Snapshot) -> str:
     return ", ".join(items)
 
 
-def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) -> str:
+def summary(
+    snapshot: Snapshot, results: Path, *, parquet: bool = True, python: str = sys.executable
+) -> str:
     """The end of a run: what came of the rows, how fast, where it is and how to look at it.
 
     `results` is the folder of the result files, `python` an interpreter that has pyarrow.
@@ -114,6 +116,8 @@ def summary(snapshot: Snapshot, results: Path, *, python: str = sys.executable) 
         )
     if snapshot.shards_done:
         look = f"{shlex.quote(python)} -c {shlex.quote(_LOOK)} {shlex.quote(str(results))}"
+        if not parquet:
+            look = "`cbjob status` prints a DuckDB query that reads them"
         lines += [f"  results  {printable(str(results))}", f"  look     {printable(look)}"]
     else:
         lines.append(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jobrunner.config import NEEDS_CHAT, InputTable
-from jobrunner.data.faults import RowFault
+from jobrunner.data.faults import RowFault, reason
 from jobrunner.data.frames import Frame, prove_frame
 from jobrunner.errors import ConfigError
 
@@ -39,11 +39,20 @@ class Chat:
         self._frame = self._prove()
 
     @property
+    def tells_the_time(self) -> bool:
+        """Whether a prompt may depend on the day on which it is made."""
+        return "strftime_now" in self._source
+
+    @property
     def digest(self) -> str:
         """What changes with the template."""
-        template = self._own if self._own is not None else self._tokenizer.chat_template
-        content = json.dumps(template, sort_keys=True)
+        content = self._source
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    @property
+    def _source(self) -> str:
+        template = self._own if self._own is not None else self._tokenizer.chat_template
+        return json.dumps(template, sort_keys=True)
 
     def messages(self, content: str | Messages) -> Messages:
         """The whole conversation: a prompt as the user's message, the job's system message."""
@@ -62,7 +71,7 @@ class Chat:
         try:
             return self._apply(messages, tools, goes_on=goes_on)
         except Exception as error:  # a template is a program, it raises anything
-            words = f"makes the chat template fail: {error}"
+            words = f"makes the chat template fail: {reason(error)}"
             raise RowFault("template_error", words) from error
 
     def render_prompt(self, prompt: str) -> str:

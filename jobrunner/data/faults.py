@@ -5,6 +5,11 @@ from __future__ import annotations
 from jobrunner.records import ErrorKind, RowError, RowId
 
 
+def reason(error: BaseException) -> str:
+    """What an error says, or its type where it says nothing."""
+    return str(error) or type(error).__name__
+
+
 class RowFault(Exception):  # noqa: N818 - of a row, not of the program
     """A row cannot become a request. `words` go on after "row 7 of `a.parquet` "."""
 

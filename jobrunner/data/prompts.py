@@ -78,6 +78,11 @@ class Prompts:
         values = self._generation.model_dump(exclude={"use_model_defaults"})
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
+    @property
+    def tells_the_time(self) -> bool:
+        """Whether the chat template may give a row another prompt on another day."""
+        return self._chat is not None and self._chat.tells_the_time
+
     def encode(
         self, rows: Sequence[Row], resumed: Mapping[SampleId, Partial]
     ) -> list[Request | Completion]:

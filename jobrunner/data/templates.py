@@ -9,7 +9,7 @@ from inspect import isroutine
 from typing import Any
 
 from jobrunner.config import InputTable
-from jobrunner.data.faults import RowFault
+from jobrunner.data.faults import RowFault, reason
 from jobrunner.errors import ConfigError
 
 # no prompt is longer, and no model reads one that is
@@ -61,7 +61,8 @@ class ColumnTemplate:
         try:
             return "".join(_bounded(self._template.generate(values)))
         except Exception as error:  # a template is a program, it raises anything
-            raise RowFault("template_error", f"makes `input.{self._key}` fail: {error}") from error
+            words = f"makes `input.{self._key}` fail: {reason(error)}"
+            raise RowFault("template_error", words) from error
 
 
 class Null:
@@ -78,6 +79,9 @@ class Null:
 
     def __hash__(self) -> int:
         return hash(None)
+
+    def __getattr__(self, name: str) -> object:
+        raise AttributeError(f"{self.name} is null and has no `{name}`")
 
     def __repr__(self) -> str:
         # what a list or a mapping prints of what is in it, too
