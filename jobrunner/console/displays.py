@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TextIO
 from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
-from tqdm import tqdm  # type: ignore[import-untyped]
+from tqdm import tqdm
 
 from jobrunner.console.printable import printable_lines
 from jobrunner.console.stats import Snapshot, metrics_line
