@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jobrunner.config import ErrorsTable
-from jobrunner.data.samples import FinishedRow
+from jobrunner.data.results.samples import FinishedRow
 from jobrunner.errors import TooManyErrorsError
 
 # a rate says little of fewer rows

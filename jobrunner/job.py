@@ -24,18 +24,18 @@ from jobrunner.console.view import summary
 from jobrunner.data.claims import Claims, Identity, device_name, holding_device
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
+from jobrunner.data.input.shards import check_unchanged
+from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
-from jobrunner.data.merge import merge_shard
 from jobrunner.data.openai.writing import Answering, writing_answers
-from jobrunner.data.outcomes import extras_of
 from jobrunner.data.progress import Progress, clean_up
-from jobrunner.data.provenance import provenance_of
-from jobrunner.data.result_files import result_suffix
-from jobrunner.data.results import Results, Tally
-from jobrunner.data.retry import mark_retries
-from jobrunner.data.shards import check_unchanged
-from jobrunner.data.sources import Reader, read_columns
+from jobrunner.data.results.merge import merge_shard
+from jobrunner.data.results.outcomes import extras_of
+from jobrunner.data.results.parts import Results, Tally
+from jobrunner.data.results.provenance import provenance_of
+from jobrunner.data.results.result_files import result_suffix
+from jobrunner.data.results.retry import mark_retries
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.opening import Job, load_engine, open_job

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobrunner.config import Settings
-from jobrunner.data.inputs import Input, open_input
+from jobrunner.data.input.inputs import Input, open_input
 from jobrunner.data.models import model_fingerprint, resolve_model
-from jobrunner.data.outcomes import extras_of
-from jobrunner.data.prompts import Prompts
-from jobrunner.data.result_files import result_suffix
+from jobrunner.data.prompts.prompts import Prompts
+from jobrunner.data.results.outcomes import extras_of
+from jobrunner.data.results.result_files import result_suffix
 from jobrunner.records import Engine
 
 if TYPE_CHECKING:

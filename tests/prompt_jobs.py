@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobrunner.config import SOURCES, GenerationTable, InputTable
-from jobrunner.data.prompts import Prompts
+from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.records import Completion, Request, Row, RowId
 
 

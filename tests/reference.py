@@ -18,7 +18,7 @@ NEAR_TIE = 1e-4
 
 def requests_of(job: Job) -> list[Request]:
     """Every row of a job that becomes a request, in order."""
-    from jobrunner.data.sources import Reader
+    from jobrunner.data.input.sources import Reader
 
     reader = Reader(list(job.input.shards.values()), job.settings.input.column, job.input.needed)
     rows = [row for span in job.input.spans for batch in reader.read(span) for row in batch]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobrunner.config import ErrorsTable
-from jobrunner.data.samples import Answer, FinishedRow
+from jobrunner.data.results.samples import Answer, FinishedRow
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ExitCode, TooManyErrorsError
 from jobrunner.records import Completion, RowError, RowId

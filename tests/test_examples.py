@@ -8,7 +8,7 @@ import pytest
 
 from jobrunner.commands.verify import find_problems
 from jobrunner.data.layout import RunDirectory
-from jobrunner.data.result_files import result_suffix
+from jobrunner.data.results.result_files import result_suffix
 from jobrunner.errors import ExitCode
 from jobrunner.job import run
 from jobrunner.jobfile import load_settings

@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobrunner.data import layout, sources
+from jobrunner.data import layout
 from jobrunner.data.claims import device_name
+from jobrunner.data.input import sources
 from jobrunner.data.progress import Progress
 from jobrunner.errors import (
     ConfigError,

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from jobrunner.data.results import FOOTER_KEY
+from jobrunner.data.results.parts import FOOTER_KEY
 from jobrunner.errors import MismatchError
 from tests.tiny_jobs import answers, write_parquet
 

@@ -6,13 +6,13 @@ import duckdb
 import pytest
 
 from jobrunner.commands.reading import committed_rows_sql
-from jobrunner.data import prompts
 from jobrunner.data.claims import Claims, Identity
-from jobrunner.data.faults import RowFault
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.openai import writing
 from jobrunner.data.openai.reading import ERRORS_SUFFIX, RESPONSES_SUFFIX
-from jobrunner.data.retry import mark_retries
+from jobrunner.data.prompts import prompts
+from jobrunner.data.prompts.faults import RowFault
+from jobrunner.data.results.retry import mark_retries
 from jobrunner.errors import ConfigError, ExitCode
 from tests.world import World, kill
 

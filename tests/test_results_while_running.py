@@ -3,9 +3,9 @@
 import pyarrow as pa
 import pytest
 
-from jobrunner.data.merge import merge_windows, part_cursors
 from jobrunner.data.progress import Progress
-from jobrunner.data.results import list_parts
+from jobrunner.data.results.merge import merge_windows, part_cursors
+from jobrunner.data.results.parts import list_parts
 from jobrunner.errors import ExitCode
 from tests import world as module
 from tests.world import World

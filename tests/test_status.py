@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from jobrunner.cli import cli
 from jobrunner.commands.status import as_json, look, shell_line, status_command, text_lines
 from jobrunner.data.claims import Identity
-from jobrunner.data.results import list_parts
+from jobrunner.data.results.parts import list_parts
 from jobrunner.data.workers import find_workers
 from jobrunner.errors import InfrastructureError
 from tests.world import World

@@ -11,8 +11,8 @@ import pytest
 
 from jobrunner.commands.verify import find_problems, verify_command
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.pending import Pending, write_pending
-from jobrunner.data.results import FOOTER_KEY, Tally
+from jobrunner.data.results.parts import FOOTER_KEY, Tally
+from jobrunner.data.results.pending import Pending, write_pending
 from tests.world import World
 
 

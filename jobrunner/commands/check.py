@@ -19,7 +19,7 @@ from jobrunner.commands.check_report import CheckReport, Column, InputReport, Mo
 from jobrunner.commands.check_rows import check_ids, take_census
 from jobrunner.commands.check_view import as_json, text_lines
 from jobrunner.config import TABLES, Settings
-from jobrunner.data.inputs import Input
+from jobrunner.data.input.inputs import Input
 from jobrunner.errors import JobError
 from jobrunner.jobfile import load_settings
 from jobrunner.opening import Job, load, open_job

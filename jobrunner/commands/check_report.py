@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jobrunner.data.census import RowsReport
-from jobrunner.data.ids import IdReport
+from jobrunner.data.input.ids import IdReport
 from jobrunner.errors import ExitCode
 
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from jobrunner.config import InputTable
 from jobrunner.data.census import Census, RowsReport
-from jobrunner.data.ids import IdReport, UniqueIds
-from jobrunner.data.inputs import Input
+from jobrunner.data.input.ids import IdReport, UniqueIds
+from jobrunner.data.input.inputs import Input
+from jobrunner.data.input.sources import Reader
 from jobrunner.data.openai.requests import OPENAI_COLUMNS
-from jobrunner.data.prompts import Prompts
-from jobrunner.data.sources import Reader
+from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.opening import Job
 from jobrunner.records import Completion, Request, Row
 

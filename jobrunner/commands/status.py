@@ -24,8 +24,8 @@ from jobrunner.data.claims import Identity
 from jobrunner.data.fingerprint import read_fingerprint
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.progress import Progress, load_partials, partial_starts
-from jobrunner.data.result_files import result_suffix
-from jobrunner.data.results import Tally
+from jobrunner.data.results.parts import Tally
+from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.workers import Worker, find_workers
 from jobrunner.errors import ExitCode, InfrastructureError
 from jobrunner.jobfile import load_settings

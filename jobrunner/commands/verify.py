@@ -20,25 +20,25 @@ import pyarrow.parquet as pq
 from jobrunner.config import Settings
 from jobrunner.console.printable import printable
 from jobrunner.data.fingerprint import ABSENT, read_fingerprint, same, show
-from jobrunner.data.inputs import Input, open_input
+from jobrunner.data.input.inputs import Input, open_input
+from jobrunner.data.input.shards import Shard
+from jobrunner.data.input.sources import read_columns
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.json_values import json_values
 from jobrunner.data.layout import RunDirectory, outcome_schema, result_name
-from jobrunner.data.merge import Reblock
 from jobrunner.data.openai.checks import answer_problems
 from jobrunner.data.openai.reading import ERRORS_SUFFIX, RESPONSES_SUFFIX
-from jobrunner.data.outcome_checks import is_sound
-from jobrunner.data.outcomes import extras_of, window_rows
-from jobrunner.data.pending import is_merged, read_pending
-from jobrunner.data.result_files import (
+from jobrunner.data.results.json_values import json_values
+from jobrunner.data.results.merge import Reblock
+from jobrunner.data.results.outcome_checks import is_sound
+from jobrunner.data.results.outcomes import extras_of, window_rows
+from jobrunner.data.results.parts import Tally, live_parts, tally_of
+from jobrunner.data.results.pending import is_merged, read_pending
+from jobrunner.data.results.result_files import (
     outcomes_of,
     read_json_rows,
     read_result_tally,
     result_suffix,
 )
-from jobrunner.data.results import Tally, live_parts, tally_of
-from jobrunner.data.shards import Shard
-from jobrunner.data.sources import read_columns
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.jobfile import load_settings
 

@@ -20,8 +20,6 @@ from typing import Self
 from jobrunner.data.claims import HEARTBEAT_S, Claims
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
-from jobrunner.data.merge import compact
-from jobrunner.data.pending import is_merged
 from jobrunner.data.progress import (
     Progress,
     discard_partials,
@@ -29,8 +27,10 @@ from jobrunner.data.progress import (
     partial_starts,
     save_partials,
 )
-from jobrunner.data.results import Results, Tally, discard_leftovers
-from jobrunner.data.samples import Answer, FinishedRow, Gathering
+from jobrunner.data.results.merge import compact
+from jobrunner.data.results.parts import Results, Tally, discard_leftovers
+from jobrunner.data.results.pending import is_merged
+from jobrunner.data.results.samples import Answer, FinishedRow, Gathering
 from jobrunner.records import Completion, Partial, SampleId, Span
 
 # how often a worker with nothing left to claim looks at what the others hold

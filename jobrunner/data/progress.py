@@ -13,15 +13,15 @@ import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import LOGPROBS_TYPE, RunDirectory, files_in, is_gone, remove
-from jobrunner.data.pending import drop_pending, is_merged, read_pending
-from jobrunner.data.result_files import read_result_tally
-from jobrunner.data.results import (
+from jobrunner.data.results.parts import (
     Tally,
     discard_leftovers,
     live_parts,
     reading_own,
     remove_replaced,
 )
+from jobrunner.data.results.pending import drop_pending, is_merged, read_pending
+from jobrunner.data.results.result_files import read_result_tally
 from jobrunner.records import Partial, RowId, SampleId, Span, TokenLogprob
 
 PARTIAL_NAME = re.compile(r"\d{12}-.*\.parquet")

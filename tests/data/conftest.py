@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data.layout import RunDirectory
-from jobrunner.data.samples import Answer, FinishedRow
+from jobrunner.data.results.samples import Answer, FinishedRow
 from jobrunner.records import Completion, RowError, RowId
 
 

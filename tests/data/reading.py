@@ -9,10 +9,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobrunner.data.columns import check_columns
-from jobrunner.data.formats.content import Wanted
-from jobrunner.data.shards import Shard, cut_spans, find_shards
-from jobrunner.data.sources import Reader, read_columns
+from jobrunner.data.input.columns import check_columns
+from jobrunner.data.input.formats.content import Wanted
+from jobrunner.data.input.shards import Shard, cut_spans, find_shards
+from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.records import Row
 
 COMPRESSIONS = ("", ".gz", ".zst")

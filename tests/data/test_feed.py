@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from jobrunner.config import GenerationTable, InputTable
 from jobrunner.data.feed import Feed
-from jobrunner.data.prompts import Prompts
-from jobrunner.data.shards import cut_spans, find_shards
-from jobrunner.data.sources import Reader
+from jobrunner.data.input.shards import cut_spans, find_shards
+from jobrunner.data.input.sources import Reader
+from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowError, RowId, Sampling
 from tests.tiny_tokenizers import byte_level

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.config import Settings
-from jobrunner.data.columns import strange_column
-from jobrunner.data.inputs import open_input
+from jobrunner.data.input.columns import strange_column
+from jobrunner.data.input.inputs import open_input
 from jobrunner.errors import ConfigError
 from tests.data.reading import kept_of, look, rows_of, values_of, write_bytes
 

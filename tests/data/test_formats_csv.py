@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.formats import text as text_module
-from jobrunner.data.shards import find_shards
-from jobrunner.data.sources import Reader
+from jobrunner.data.input.formats import text as text_module
+from jobrunner.data.input.shards import find_shards
+from jobrunner.data.input.sources import Reader
 from jobrunner.errors import ConfigError
 from jobrunner.records import RowError, Span
 from tests.data.reading import COMPRESSIONS, kept_of, look, rows_of, values_of, write_bytes

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.formats import lines as lines_module
-from jobrunner.data.formats import text as text_module
-from jobrunner.data.shards import check_unchanged, cut_spans, find_shards, shard_fingerprint
-from jobrunner.data.sources import Reader
+from jobrunner.data.input.formats import lines as lines_module
+from jobrunner.data.input.formats import text as text_module
+from jobrunner.data.input.shards import check_unchanged, cut_spans, find_shards, shard_fingerprint
+from jobrunner.data.input.sources import Reader
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowError, RowId, Span
 from tests.data.reading import COMPRESSIONS, kept_of, look, rows_of, values_of, write_bytes

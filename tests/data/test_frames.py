@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from jobrunner.data.frames import Frame, prove_frame
+from jobrunner.data.prompts.frames import Frame, prove_frame
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
 

@@ -16,10 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.config import Settings
-from jobrunner.data import hub as hub_module
-from jobrunner.data.inputs import Input, open_input
-from jobrunner.data.shards import check_unchanged
-from jobrunner.data.sources import Reader, read_columns
+from jobrunner.data.input import hub as hub_module
+from jobrunner.data.input.inputs import Input, open_input
+from jobrunner.data.input.shards import check_unchanged
+from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Span
 from tests.data.dataset_hub import dataset_hub
@@ -32,7 +32,7 @@ OPEN = """
 import json, sys
 from pathlib import Path
 from jobrunner.config import Settings
-from jobrunner.data.inputs import open_input
+from jobrunner.data.input.inputs import open_input
 from jobrunner.errors import JobError
 from tests.data.reading import rows_of
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobrunner.data.ids import IdReport, UniqueIds
+from jobrunner.data.input.ids import IdReport, UniqueIds
 from jobrunner.records import Row, RowId
 
 IDS = st.one_of(st.none(), st.text(max_size=2), st.integers(0, 3), st.sampled_from("aab"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.json_values import json_values
+from jobrunner.data.results.json_values import json_values
 
 NOON = dt.datetime(2024, 2, 29, 12, 0, 1, 500_000)
 PARIS = pa.timestamp("ms", "Europe/Paris")

@@ -9,9 +9,9 @@ from jobrunner.data.claims import Claims, Identity
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
-from jobrunner.data.merge import merge_shard
 from jobrunner.data.progress import Progress, load_partials
-from jobrunner.data.results import Results, list_parts
+from jobrunner.data.results.merge import merge_shard
+from jobrunner.data.results.parts import Results, list_parts
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import (
     Completion,

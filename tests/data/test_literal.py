@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.prompts import Prompts
-from jobrunner.data.tokenizer import Tokenizer
+from jobrunner.data.prompts.prompts import Prompts
+from jobrunner.data.prompts.tokenizer import Tokenizer
 from tests.prompt_jobs import only_request, open_prompts, outcomes_of, request_of
 from tests.tiny_tokenizers import (
     byte_fallback,

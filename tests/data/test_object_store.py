@@ -13,17 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jobrunner.data.columns import check_columns
-from jobrunner.data.files import reading
-from jobrunner.data.formats.content import Wanted
-from jobrunner.data.shards import (
+from jobrunner.data.input.columns import check_columns
+from jobrunner.data.input.files import reading
+from jobrunner.data.input.formats.content import Wanted
+from jobrunner.data.input.shards import (
     Shard,
     check_unchanged,
     cut_spans,
     find_shards,
     shard_fingerprint,
 )
-from jobrunner.data.sources import Reader, read_columns
+from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Span
 from tests.data.reading import write_bytes

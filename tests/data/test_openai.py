@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from jobrunner.data.faults import RowFault
 from jobrunner.data.openai.requests import (
     CHAT_URL,
     COMPLETIONS_URL,
@@ -19,6 +18,7 @@ from jobrunner.data.openai.requests import (
 )
 from jobrunner.data.openai.responses import encoded, error_line, line_id, response_line
 from jobrunner.data.openai.token_bytes import TokenSpelling
+from jobrunner.data.prompts.faults import RowFault
 from jobrunner.records import RowId
 from tests.tiny_tokenizers import byte_fallback, byte_level
 

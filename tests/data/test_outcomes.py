@@ -5,10 +5,10 @@ import math
 import pytest
 
 from jobrunner.data.layout import EXTRA_FIELDS, outcome_schema
-from jobrunner.data.outcome_checks import is_sound
-from jobrunner.data.outcomes import outcome_table
-from jobrunner.data.results import Results, list_parts
-from jobrunner.data.samples import Answer, FinishedRow, Gathering
+from jobrunner.data.results.outcome_checks import is_sound
+from jobrunner.data.results.outcomes import outcome_table
+from jobrunner.data.results.parts import Results, list_parts
+from jobrunner.data.results.samples import Answer, FinishedRow, Gathering
 from jobrunner.records import (
     Completion,
     Partial,
@@ -157,7 +157,7 @@ def test_finished_samples_are_partials_while_others_run_and_failed_ones_are_not(
 
 
 def test_many_log_probabilities_fill_a_part_before_its_rows_do(run, monkeypatch):
-    monkeypatch.setattr("jobrunner.data.results.MOST_LOGPROBS", 10)
+    monkeypatch.setattr("jobrunner.data.results.parts.MOST_LOGPROBS", 10)
     results = Results(run, part_rows=100, extras=("logprobs",))
     results.add(FinishedRow((sample(0, 1),)))
     assert not results.full

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.data.parameters import ROW_PARAMETERS
-from jobrunner.data.prompts import Prompts
+from jobrunner.data.prompts.parameters import ROW_PARAMETERS
+from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.errors import ConfigError, ModelError
 from jobrunner.records import Completion, Partial, Request, Row, RowId, SampleId, TokenLogprob
 from tests.prompt_jobs import kinds, only_error, only_request, open_prompts, outcomes_of

@@ -7,8 +7,6 @@ import pytest
 
 from jobrunner.data.fingerprint import read_fingerprint, remember
 from jobrunner.data.intervals import Intervals
-from jobrunner.data.merge import merge_shard
-from jobrunner.data.outcomes import outcome_table
 from jobrunner.data.progress import (
     Progress,
     clean_up,
@@ -16,7 +14,9 @@ from jobrunner.data.progress import (
     load_partials,
     save_partials,
 )
-from jobrunner.data.results import list_parts, write_part
+from jobrunner.data.results.merge import merge_shard
+from jobrunner.data.results.outcomes import outcome_table
+from jobrunner.data.results.parts import list_parts, write_part
 from jobrunner.errors import MismatchError
 from jobrunner.records import Partial, RowId, SampleId, Span, TokenLogprob
 from tests.data.conftest import answer, failure, kept_columns

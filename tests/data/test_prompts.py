@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jobrunner.data.prompts import Prompts
+from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.errors import ConfigError, ModelError
 from jobrunner.records import (
     Completion,

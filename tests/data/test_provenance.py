@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jobrunner.config import Settings
-from jobrunner.data.outcomes import extras_of
-from jobrunner.data.provenance import provenance_of
+from jobrunner.data.results.outcomes import extras_of
+from jobrunner.data.results.provenance import provenance_of
 
 FINGERPRINT = {
     "input shard `a`": {"size": 1},

@@ -12,11 +12,11 @@ import pytest
 
 from jobrunner.config import Settings
 from jobrunner.data.layout import EXTRA_FIELDS, RunDirectory, outcome_schema, result_name
-from jobrunner.data.merge import merge_shard
-from jobrunner.data.outcomes import outcome_table
-from jobrunner.data.result_files import read_outcomes, read_result_tally, result_suffix
-from jobrunner.data.results import FOOTER_KEY, Tally, write_part
-from jobrunner.data.samples import FinishedRow
+from jobrunner.data.results.merge import merge_shard
+from jobrunner.data.results.outcomes import outcome_table
+from jobrunner.data.results.parts import FOOTER_KEY, Tally, write_part
+from jobrunner.data.results.result_files import read_outcomes, read_result_tally, result_suffix
+from jobrunner.data.results.samples import FinishedRow
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import RowId
 from tests.data.conftest import answer, failure, kept_columns
@@ -188,7 +188,7 @@ def test_a_kept_column_may_be_called_like_a_part_of_an_outcome(run):
 
 
 def test_many_windows_make_one_file(any_run, monkeypatch):
-    monkeypatch.setattr("jobrunner.data.outcomes.HEAVY_WINDOW_ROWS", 4)
+    monkeypatch.setattr("jobrunner.data.results.outcomes.HEAVY_WINDOW_ROWS", 4)
     finish(any_run, SHARD, [rich(SHARD, index) for index in range(11)])
     tables = list(read_outcomes(any_run, SHARD, outcome_schema(ALL)))
     assert [len(table) for table in tables] == [4, 4, 3]

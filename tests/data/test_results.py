@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data import merge as module
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory
-from jobrunner.data.merge import compact, merge_shard, merge_windows, part_cursors
-from jobrunner.data.outcomes import outcome_table
-from jobrunner.data.result_files import read_result_tally
-from jobrunner.data.results import (
+from jobrunner.data.results import merge as module
+from jobrunner.data.results.merge import compact, merge_shard, merge_windows, part_cursors
+from jobrunner.data.results.outcomes import outcome_table
+from jobrunner.data.results.parts import (
     Results,
     Tally,
     list_parts,
@@ -20,6 +19,7 @@ from jobrunner.data.results import (
     read_parts,
     write_part,
 )
+from jobrunner.data.results.result_files import read_result_tally
 from jobrunner.errors import InfrastructureError
 from tests.data.conftest import answer, failure, kept_columns, read_result
 

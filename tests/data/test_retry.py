@@ -13,12 +13,12 @@ from jobrunner.data.claims import Claims, Identity
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory, outcome_schema
 from jobrunner.data.ledger import Ledger
-from jobrunner.data.merge import merge_shard
-from jobrunner.data.pending import read_pending
 from jobrunner.data.progress import Progress, clean_up
-from jobrunner.data.result_files import read_outcomes
-from jobrunner.data.results import Results, list_parts
-from jobrunner.data.retry import mark_retries
+from jobrunner.data.results.merge import merge_shard
+from jobrunner.data.results.parts import Results, list_parts
+from jobrunner.data.results.pending import read_pending
+from jobrunner.data.results.result_files import read_outcomes
+from jobrunner.data.results.retry import mark_retries
 from jobrunner.errors import DeviceBusyError
 from jobrunner.records import Span
 from tests.data.conftest import answer, failure, kept_columns

@@ -15,17 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data import columns as columns_module
-from jobrunner.data.files import LocalFile
-from jobrunner.data.formats.content import Wanted
-from jobrunner.data.shards import (
+from jobrunner.data.input import columns as columns_module
+from jobrunner.data.input.files import LocalFile
+from jobrunner.data.input.formats.content import Wanted
+from jobrunner.data.input.shards import (
     Shard,
     cut_spans,
     find_shards,
     limit_shards,
     shard_fingerprint,
 )
-from jobrunner.data.sources import Reader, read_columns
+from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowId, Span
 

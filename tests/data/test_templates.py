@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from jobrunner.config import InputTable
-from jobrunner.data.templates import needed_columns
+from jobrunner.data.prompts.templates import needed_columns
 from jobrunner.errors import ConfigError
 from tests.prompt_jobs import only_error, only_request, open_prompts, outcomes_of, request_of
 from tests.tiny_tokenizers import byte_level, double_bos
@@ -135,7 +135,7 @@ class TestColumns:
     def test_long_output_is_an_error_row(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("jobrunner.data.templates.MOST_CHARACTERS", 10)
+        monkeypatch.setattr("jobrunner.data.prompts.templates.MOST_CHARACTERS", 10)
         template = "{% for i in range(a) %}x{% endfor %}"
         assert rendered(folder, template, a=10) == "x" * 10
         assert "over 10 characters" in failure(folder, template, a=11)[1]

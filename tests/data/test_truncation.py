@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.data.prompts import Prompts
-from jobrunner.data.truncation import Side, cut_ids, cut_text
+from jobrunner.data.prompts.prompts import Prompts
+from jobrunner.data.prompts.truncation import Side, cut_ids, cut_text
 from jobrunner.records import Completion, Request
 from tests.prompt_jobs import encode, kinds, open_prompts, outcomes_of, request_of
 from tests.tiny_tokenizers import byte_fallback, byte_level

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from jobrunner.data.utf8 import with_valid_text
+from jobrunner.data.input.utf8 import with_valid_text
 
 RAW = [b"a", None, b"b\xff", b"\xf0\x9f c", b"", "😀".encode()]
 TEXTS = ["a", None, "b\ufffd", "\ufffd c", "", "😀"]

@@ -19,7 +19,7 @@ from jobrunner.commands.verify import find_problems
 from jobrunner.config import Settings
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.openai.reading import ERRORS_SUFFIX, RESPONSES_SUFFIX
-from jobrunner.data.result_files import result_suffix
+from jobrunner.data.results.result_files import result_suffix
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.scheduler import Limits, Scheduler

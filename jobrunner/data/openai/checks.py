@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any, get_args
 
+from jobrunner.data.input.shards import Shard
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.openai.reading import AnswerLine, errors_path, read_answers
 from jobrunner.data.openai.requests import Asker
 from jobrunner.data.openai.responses import error_kind, line_id
 from jobrunner.data.openai.writing import read_askers
-from jobrunner.data.pending import is_merged
-from jobrunner.data.result_files import read_result_tally
-from jobrunner.data.shards import Shard
+from jobrunner.data.results.pending import is_merged
+from jobrunner.data.results.result_files import read_result_tally
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import ErrorKind, RowId
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.openai.responses import error_kind, row_index
-from jobrunner.data.outcomes import HEAVY_WINDOW_ROWS
+from jobrunner.data.results.outcomes import HEAVY_WINDOW_ROWS
 
 RESPONSES_SUFFIX = ".responses.jsonl"
 ERRORS_SUFFIX = ".errors.jsonl"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jobrunner.data.faults import RowFault, shown
 from jobrunner.data.json_text import read_json_text
+from jobrunner.data.prompts.faults import RowFault, shown
 
 # the keys of a line
 OPENAI_COLUMNS = ("custom_id", "method", "url", "body")

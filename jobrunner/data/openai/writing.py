@@ -13,14 +13,14 @@ from typing import IO, Any
 
 import pyarrow as pa
 
+from jobrunner.data.input.shards import Shard
+from jobrunner.data.input.sources import Reader
 from jobrunner.data.layout import RunDirectory, remove
 from jobrunner.data.openai.reading import AnswerLine, errors_path, read_answers
 from jobrunner.data.openai.requests import Asker, read_asker
 from jobrunner.data.openai.responses import TokenBytes, encoded, error_line, response_line
-from jobrunner.data.result_files import write_tally
-from jobrunner.data.results import Tally, tally_of
-from jobrunner.data.shards import Shard
-from jobrunner.data.sources import Reader
+from jobrunner.data.results.parts import Tally, tally_of
+from jobrunner.data.results.result_files import write_tally
 from jobrunner.records import RowId, Span
 
 # what an answer needs of the line that it is for

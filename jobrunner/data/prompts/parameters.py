@@ -10,9 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from jobrunner.config import GenerationTable
-from jobrunner.data.faults import RowFault, shown
 from jobrunner.data.json_text import read_json_text
 from jobrunner.data.models import read_json
+from jobrunner.data.prompts.faults import RowFault, shown
 from jobrunner.errors import ConfigError
 from jobrunner.records import Row
 

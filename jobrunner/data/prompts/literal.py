@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from jobrunner.data.faults import RowFault
-from jobrunner.data.nested import map_strings, strings
+from jobrunner.data.prompts.faults import RowFault
+from jobrunner.data.prompts.nested import map_strings, strings
 
 
 class Literal:

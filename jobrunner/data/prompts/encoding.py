@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jobrunner.config import GenerationTable, InputTable
-from jobrunner.data.faults import RowFault
-from jobrunner.data.material import Material, Materials, Rendered, surrogate_fault
-from jobrunner.data.nested import at, with_text
-from jobrunner.data.tokenizer import Tokenizer
-from jobrunner.data.truncation import cut_ids, cut_text
+from jobrunner.data.prompts.faults import RowFault
+from jobrunner.data.prompts.material import Material, Materials, Rendered, surrogate_fault
+from jobrunner.data.prompts.nested import at, with_text
+from jobrunner.data.prompts.tokenizer import Tokenizer
+from jobrunner.data.prompts.truncation import cut_ids, cut_text
 from jobrunner.records import Row, RowError
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from jobrunner.config import Settings
 from jobrunner.data.layout import EXTRA_FIELDS, LOGPROBS_TYPE, outcome_schema
-from jobrunner.data.samples import Answer, FinishedRow
+from jobrunner.data.results.samples import Answer, FinishedRow
 from jobrunner.records import TokenLogprob
 
 # rows of outcomes read, merged or checked at a time, and those with log-probabilities,

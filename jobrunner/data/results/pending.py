@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory, is_gone, prune, remove, sync
-from jobrunner.data.results import Tally, reading_own
+from jobrunner.data.results.parts import Tally, reading_own
 
 
 @dataclass(frozen=True, slots=True)

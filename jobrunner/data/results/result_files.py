@@ -20,11 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.config import Settings
-from jobrunner.data.json_values import json_values
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, is_gone
 from jobrunner.data.openai.reading import RESPONSES_SUFFIX, read_answer_outcomes
-from jobrunner.data.outcomes import window_rows
-from jobrunner.data.results import FOOTER_KEY, Tally, read_said, reading_own, tally_of
+from jobrunner.data.results.json_values import json_values
+from jobrunner.data.results.outcomes import window_rows
+from jobrunner.data.results.parts import FOOTER_KEY, Tally, read_said, reading_own, tally_of
 
 _JSON_SUFFIXES = {"none": ".jsonl", "gzip": ".jsonl.gz", "zstd": ".jsonl.zst"}
 _CODECS = {suffix: codec for codec, suffix in _JSON_SUFFIXES.items() if codec != "none"}

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from jobrunner.data.files import File
-from jobrunner.data.formats.content import Record
-from jobrunner.data.formats.lines import LINE_BYTES, Lines, LineTooLong
-from jobrunner.data.formats.text import TextContent, look_at_text
+from jobrunner.data.input.files import File
+from jobrunner.data.input.formats.content import Record
+from jobrunner.data.input.formats.lines import LINE_BYTES, Lines, LineTooLong
+from jobrunner.data.input.formats.text import TextContent, look_at_text
 from jobrunner.errors import ConfigError
 from jobrunner.records import RowError
 

@@ -18,15 +18,8 @@ import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory, is_gone, outcome_schema, remove
-from jobrunner.data.outcomes import WINDOW_ROWS, window_rows
-from jobrunner.data.pending import drop_pending, is_merged, read_pending
-from jobrunner.data.result_files import (
-    RowWriter,
-    read_outcomes,
-    read_result_tally,
-    writing_result,
-)
-from jobrunner.data.results import (
+from jobrunner.data.results.outcomes import WINDOW_ROWS, window_rows
+from jobrunner.data.results.parts import (
     RELIST_LIMIT_S,
     RELIST_S,
     Tally,
@@ -36,6 +29,13 @@ from jobrunner.data.results import (
     read_part_footer,
     reading_own,
     write_part,
+)
+from jobrunner.data.results.pending import drop_pending, is_merged, read_pending
+from jobrunner.data.results.result_files import (
+    RowWriter,
+    read_outcomes,
+    read_result_tally,
+    writing_result,
 )
 from jobrunner.errors import InfrastructureError
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from jobrunner.data.files import (
+from jobrunner.data.input.files import (
     File,
     LocalFile,
     RemoteFile,

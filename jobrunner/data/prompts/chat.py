@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jobrunner.config import NEEDS_CHAT, InputTable
-from jobrunner.data.faults import RowFault, reason
-from jobrunner.data.frames import Frame, prove_frame
+from jobrunner.data.prompts.faults import RowFault, reason
+from jobrunner.data.prompts.frames import Frame, prove_frame
 from jobrunner.errors import ConfigError
 
 log = logging.getLogger("cbjob")

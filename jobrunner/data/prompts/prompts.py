@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jobrunner.config import SOURCES, GenerationTable, InputTable
-from jobrunner.data.chat import open_chat
-from jobrunner.data.encoding import Draft, Encoder
-from jobrunner.data.faults import RowFault
-from jobrunner.data.material import Materials
 from jobrunner.data.openai.requests import read_request
 from jobrunner.data.openai.token_bytes import TokenSpelling
-from jobrunner.data.parameters import RowParameters, effective_generation
-from jobrunner.data.sampling import Samplings
-from jobrunner.data.text import Decoder, Stream
-from jobrunner.data.tokenizer import Tokenizer
+from jobrunner.data.prompts.chat import open_chat
+from jobrunner.data.prompts.decoding import Decoder, Stream
+from jobrunner.data.prompts.encoding import Draft, Encoder
+from jobrunner.data.prompts.faults import RowFault
+from jobrunner.data.prompts.material import Materials
+from jobrunner.data.prompts.parameters import RowParameters, effective_generation
+from jobrunner.data.prompts.sampling import Samplings
+from jobrunner.data.prompts.tokenizer import Tokenizer
 from jobrunner.records import Completion, Partial, Request, Row, SampleId, TextStream
 
 # settings of the input that decide about requests

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jobrunner.data.files import File
-from jobrunner.data.formats.content import CARRIED_BATCH_ROWS, Place, Record
+from jobrunner.data.input.files import File
+from jobrunner.data.input.formats.content import CARRIED_BATCH_ROWS, Place, Record
 from jobrunner.errors import ConfigError, InfrastructureError
 
 # without a read buffer Arrow holds the whole column chunk of a row group in memory

@@ -10,12 +10,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobrunner.data.files import File, reading
-from jobrunner.data.finding import Found, find_files
-from jobrunner.data.formats.content import Content, Wanted
-from jobrunner.data.formats.csv import look_at_csv
-from jobrunner.data.formats.jsonl import Survey, look_at_jsonl
-from jobrunner.data.formats.parquet import look_at_parquet
+from jobrunner.data.input.files import File, reading
+from jobrunner.data.input.finding import Found, find_files
+from jobrunner.data.input.formats.content import Content, Wanted
+from jobrunner.data.input.formats.csv import look_at_csv
+from jobrunner.data.input.formats.jsonl import Survey, look_at_jsonl
+from jobrunner.data.input.formats.parquet import look_at_parquet
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Span
 

@@ -9,7 +9,7 @@ from inspect import isroutine
 from typing import Any
 
 from jobrunner.config import InputTable
-from jobrunner.data.faults import RowFault, reason
+from jobrunner.data.prompts.faults import RowFault, reason
 from jobrunner.errors import ConfigError
 
 # no prompt is longer, and no model reads one that is

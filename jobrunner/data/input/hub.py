@@ -24,17 +24,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.config import InputTable
-from jobrunner.data.files import reading
-from jobrunner.data.formats.content import (
+from jobrunner.data.input.files import reading
+from jobrunner.data.input.formats.content import (
     CARRIED_BATCH_ROWS,
     Place,
     Record,
     Wanted,
     batch_without_columns,
 )
-from jobrunner.data.formats.parquet import records_of
+from jobrunner.data.input.formats.parquet import records_of
+from jobrunner.data.input.shards import Shard, find_shards, limit_shards
 from jobrunner.data.layout import make_folder, sync
-from jobrunner.data.shards import Shard, find_shards, limit_shards
 from jobrunner.errors import ConfigError, InfrastructureError, JobError
 
 log = logging.getLogger("cbjob")

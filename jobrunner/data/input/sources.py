@@ -6,10 +6,10 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import pyarrow as pa
 
-from jobrunner.data.files import reading
-from jobrunner.data.formats.content import Place, Record
-from jobrunner.data.shards import Shard
-from jobrunner.data.utf8 import with_valid_text
+from jobrunner.data.input.files import reading
+from jobrunner.data.input.formats.content import Place, Record
+from jobrunner.data.input.shards import Shard
+from jobrunner.data.input.utf8 import with_valid_text
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Row, RowError, RowId, Span
 

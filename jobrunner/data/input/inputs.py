@@ -11,20 +11,20 @@ from typing import Any
 import pyarrow as pa
 
 from jobrunner.config import InputTable, Settings
-from jobrunner.data.columns import PromptKind, check_columns, strange_column
-from jobrunner.data.files import LocalFile, local_path
-from jobrunner.data.formats.content import Wanted
-from jobrunner.data.hub import find_dataset
-from jobrunner.data.layout import RunDirectory, result_name
-from jobrunner.data.openai.requests import OPENAI_COLUMNS
-from jobrunner.data.result_files import result_suffix
-from jobrunner.data.shards import (
+from jobrunner.data.input.columns import PromptKind, check_columns, strange_column
+from jobrunner.data.input.files import LocalFile, local_path
+from jobrunner.data.input.formats.content import Wanted
+from jobrunner.data.input.hub import find_dataset
+from jobrunner.data.input.shards import (
     Shard,
     cut_spans,
     find_shards,
     shard_fingerprint,
 )
-from jobrunner.data.templates import needed_columns
+from jobrunner.data.layout import RunDirectory, result_name
+from jobrunner.data.openai.requests import OPENAI_COLUMNS
+from jobrunner.data.prompts.templates import needed_columns
+from jobrunner.data.results.result_files import result_suffix
 from jobrunner.errors import ConfigError
 from jobrunner.records import Span
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobrunner.data.files import File
+from jobrunner.data.input.files import File
 
 # a longer line is no record of ours: reading it whole would cost the memory of the job
 LINE_BYTES = 64 * 2**20

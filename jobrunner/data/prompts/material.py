@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jobrunner.config import InputTable
-from jobrunner.data.chat import Chat
-from jobrunner.data.faults import RowFault, shown
 from jobrunner.data.json_text import read_json_text
-from jobrunner.data.nested import Path, at, strings, text_paths, without_nulls
 from jobrunner.data.openai.requests import BatchRequest
-from jobrunner.data.templates import ColumnTemplate
+from jobrunner.data.prompts.chat import Chat
+from jobrunner.data.prompts.faults import RowFault, shown
+from jobrunner.data.prompts.nested import Path, at, strings, text_paths, without_nulls
+from jobrunner.data.prompts.templates import ColumnTemplate
 from jobrunner.records import Row
 
 

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory, files_in, is_gone, prune, remove
-from jobrunner.data.outcomes import outcome_table
-from jobrunner.data.samples import FinishedRow
+from jobrunner.data.results.outcomes import outcome_table
+from jobrunner.data.results.samples import FinishedRow
 from jobrunner.errors import InfrastructureError
 
 FOOTER_KEY = b"cbjob"

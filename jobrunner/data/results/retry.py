@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 from jobrunner.data.claims import Claims
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import OUTCOME_SCHEMA, RunDirectory, remove
-from jobrunner.data.merge import merge_windows, part_cursors
-from jobrunner.data.pending import Pending, is_merged, write_pending
-from jobrunner.data.result_files import read_outcomes, read_result_tally
-from jobrunner.data.results import Tally, live_parts, tally_of, write_part
+from jobrunner.data.results.merge import merge_windows, part_cursors
+from jobrunner.data.results.parts import Tally, live_parts, tally_of, write_part
+from jobrunner.data.results.pending import Pending, is_merged, write_pending
+from jobrunner.data.results.result_files import read_outcomes, read_result_tally
 from jobrunner.errors import DeviceBusyError
 
 

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from jobrunner.data.files import File, Stamp, unreadable
-from jobrunner.data.formats.content import (
+from jobrunner.data.input.files import File, Stamp, unreadable
+from jobrunner.data.input.formats.content import (
     CARRIED_BATCH_ROWS,
     Place,
     Record,
     batch_without_columns,
 )
-from jobrunner.data.formats.kept import to_array
-from jobrunner.data.formats.lines import Lines
+from jobrunner.data.input.formats.kept import to_array
+from jobrunner.data.input.formats.lines import Lines
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import RowError
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from jobrunner.data.formats.content import Wanted
-from jobrunner.data.formats.kept import AS_JSON
+from jobrunner.data.input.formats.content import Wanted
+from jobrunner.data.input.formats.kept import AS_JSON
+from jobrunner.data.input.shards import Shard
 from jobrunner.data.layout import TAKEN_NAMES
-from jobrunner.data.shards import Shard
 from jobrunner.errors import ConfigError
 
 PromptKind = Literal["text", "messages", "token_ids"]

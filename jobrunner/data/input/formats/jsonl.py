@@ -8,11 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
-from jobrunner.data.files import File
-from jobrunner.data.formats.content import Record, Wanted
-from jobrunner.data.formats.kept import Kind, field_of, kind_of
-from jobrunner.data.formats.lines import LINE_BYTES, Lines, LineTooLong
-from jobrunner.data.formats.text import TextContent, look_at_text
+from jobrunner.data.input.files import File
+from jobrunner.data.input.formats.content import Record, Wanted
+from jobrunner.data.input.formats.kept import Kind, field_of, kind_of
+from jobrunner.data.input.formats.lines import LINE_BYTES, Lines, LineTooLong
+from jobrunner.data.input.formats.text import TextContent, look_at_text
 from jobrunner.data.json_text import read_json_text
 from jobrunner.records import RowError
 

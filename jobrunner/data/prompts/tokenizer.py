@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobrunner.data.literal import Literal
 from jobrunner.data.models import read_json
+from jobrunner.data.prompts.literal import Literal
 from jobrunner.errors import ModelError
 
 

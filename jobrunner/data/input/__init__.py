@@ -1,0 +1,1 @@
+"""Where rows come from: files, stores and data sets, in every format. Knows no prompts."""

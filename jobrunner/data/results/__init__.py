@@ -1,0 +1,1 @@
+"""What became of rows: parts, and the result files made of them. Knows no prompts."""
