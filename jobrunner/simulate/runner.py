@@ -1,0 +1,84 @@
+"""Compute a plan in virtual time: let the step's cost pass. Knows nothing of rows or policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jobrunner.engine.scheduler import Chunk, Drawn, Plan
+from jobrunner.simulate.cost import StepCost
+from jobrunner.simulate.requests import END, OTHER, VirtualClock
+from jobrunner.simulate.timeline import DECODE, KEPT, PREFILL, Places
+from jobrunner.simulate.trace import TraceRow
+
+
+class VirtualRunner:
+    """A runner that only takes time; a text ends with the token that its row's length says.
+
+    `rows` say those lengths; `staying` says how many finished rows keep their place,
+    which costs what a decode costs. After a step it can tell how many tokens were `padded` so,
+    how many rows `joined` the batch and, if it draws the `slots`, what was in which of them.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        cost: StepCost,
+        rows: Sequence[TraceRow],
+        staying: Callable[[], int],
+        slots: int | None,
+    ) -> None:
+        self._clock = clock
+        self._cost = cost
+        # tokens that are computed when the last one is drawn
+        self._ends_at = [row.prompt + row.output - 1 for row in rows]
+        self._staying = staying
+        self._slots = slots
+        self._latest_admission = -1
+        self.look_away()
+
+    def look_away(self) -> None:
+        """Forget the last step."""
+        self.joined = 0
+        self.padded = 0
+        self.places: Places | None = None
+
+    def run(self, plan: Plan) -> Drawn:
+        """Let the time of a plan pass; return one token per sampling chunk."""
+        prefill_tokens = context_tokens = decodes = 0
+        tokens = []
+        ends_at = self._ends_at
+        for chunk in plan.chunks:
+            context_tokens += chunk.start
+            if chunk.decode:
+                decodes += 1
+            else:
+                prefill_tokens += chunk.stop - chunk.start
+                self._see_admission(chunk)
+            if chunk.samples:
+                # this loop runs for every token of a simulation: no calls in it
+                ends = chunk.stop >= ends_at[chunk.sequence.request.id.index]
+                tokens.append(END if ends else OTHER)
+        self.padded = self._staying()
+        decodes += self.padded
+        copy_s = self._cost.swapped_block_s * plan.swapped_blocks
+        compute_s = self._cost.seconds(prefill_tokens, decodes, context_tokens)
+        self._clock.advance(copy_s + compute_s)
+        if self._slots is not None:
+            self.places = self._drawn(plan, self._slots)
+        return Drawn(tokens, copy_s=copy_s, compute_s=compute_s)
+
+    def _see_admission(self, chunk: Chunk) -> None:
+        if chunk.sequence.admission > self._latest_admission:
+            self._latest_admission = chunk.sequence.admission
+            self.joined += 1
+
+    def _drawn(self, plan: Plan, slots: int) -> Places:
+        places = bytearray(slots)
+        for chunk in plan.chunks:
+            assert chunk.sequence.slot is not None
+            places[chunk.sequence.slot] = DECODE if chunk.decode else PREFILL
+        # running sequences lie close together: who stays is behind them
+        first = max((chunk.sequence.slot or 0) for chunk in plan.chunks) + 1
+        for place in range(first, min(slots, first + self.padded)):
+            places[place] = KEPT
+        return bytes(places)
