@@ -140,6 +140,143 @@ def verify(job: Path, limit: int | None, overrides: tuple[str, ...]) -> int:
     return verify_command(job, limit=limit, overrides=overrides)
 
 
+@cli.command(short_help="Measure JOB's rows with each policy on the real model.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=96, show_default=True, help="The first N rows."
+)
+@click.option("--arrivals", metavar="poisson:RATE", help="Rows come at random, RATE a second.")
+@click.option(
+    "--policies",
+    default="static,dynamic,continuous",
+    show_default=True,
+    help="What is compared; continuous with whole prompts and in chunks.",
+)
+@click.option(
+    "--batch-sizes",
+    "sizes",
+    default="",
+    metavar="A,B,C",
+    help="What max_batch_size may be; each policy takes what suits it best.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Run all so often, in turns; the middle run counts.",
+)
+@click.option(
+    "--with-generate",
+    "generate",
+    is_flag=True,
+    help="Let transformers' generate answer the batches of static, too.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print nothing but one JSON object.")
+@click.argument("job", type=click.Path(path_type=Path))
+def compare(
+    job: Path,
+    limit: int | None,
+    overrides: tuple[str, ...],
+    arrivals: str | None,
+    policies: str,
+    sizes: str,
+    repeats: int,
+    generate: bool,
+    as_json: bool,
+) -> int:
+    """Serve the first rows of JOB with each policy on the real model, and compare the numbers.
+
+    Every policy first looks for its best max_batch_size. Nothing is written: the answers are
+    only compared with each other. Prints a table and one JSON line.
+
+    Exit codes: 0, or 2 for wrong settings, 74 for a device fault.
+    """
+    from jobrunner.commands.compare import compare_command
+
+    return compare_command(
+        job,
+        limit=limit,
+        overrides=overrides,
+        policies=policies,
+        sizes=sizes,
+        arrivals=arrivals,
+        repeats=repeats,
+        generate=generate,
+        json=as_json,
+    )
+
+
+@cli.command(short_help="Try schedules in virtual time, without a model.")
+@click.argument("file", required=False, type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N rows.")
+@click.option("--trace", metavar="PATH", help="CSV or Parquet with prompt and output lengths.")
+@click.option("--profile", help="What a step costs, by name: h200-8b.")
+@click.option("--metrics", metavar="PATH", help="Fit what a step costs to a run's metrics.jsonl.")
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="'KEY=VALUE ...'",
+    help="What is compared, by default the three policies; may be given again.",
+)
+@click.option("--arrivals", help="none, trace, or poisson:RATE with rows a second.")
+@click.option("--workers", type=int, help="So many workers share the rows.")
+@click.option(
+    "--sweep",
+    "sweeps",
+    multiple=True,
+    metavar="KEY=A,B,C",
+    help="Simulate each value of a [batching] key (or TABLE.KEY) and name the best.",
+)
+@click.option(
+    "--timeline",
+    type=click.Path(path_type=Path),
+    metavar="FILE.svg",
+    help="Draw slots and steps, here and as an image.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def simulate(
+    file: Path | None,
+    overrides: tuple[str, ...],
+    limit: int | None,
+    trace: str | None,
+    metrics: str | None,
+    variants: tuple[str, ...],
+    sweeps: tuple[str, ...],
+    timeline: Path | None,
+    as_json: bool,
+    **named: str | int | None,
+) -> int:
+    """Run the scheduler in virtual time on rows of known lengths: each policy, or other variants.
+
+    FILE has the tables [rows], [trace], [cost], [batching] and [simulation], and any of them may
+    come from options instead. jobs/TUNING.md has examples.
+
+    Exit codes: 0, or 2 for wrong settings.
+    """
+    from jobrunner.commands.simulate import simulate_command
+
+    values = {
+        "trace.path": ("--trace", trace and str(Path(trace).absolute())),
+        "cost.metrics": ("--metrics", metrics and str(Path(metrics).absolute())),
+        "cost.profile": ("--profile", named["profile"]),
+        "simulation.variants": ("--variant", list(variants)),
+        "rows.arrivals": ("--arrivals", named["arrivals"]),
+        "simulation.workers": ("--workers", named["workers"]),
+    }
+    return simulate_command(
+        file,
+        limit=limit,
+        overrides=overrides,
+        options={key: (value, option) for key, (option, value) in values.items() if value},
+        sweeps=sweeps,
+        timeline=timeline,
+        json=as_json,
+    )
+
+
 def main() -> None:
     """Run the command line; every error that has a cause the user can mend is said in words."""
     try:

@@ -90,6 +90,11 @@ Duration = Annotated[
     BeforeValidator(_duration, json_schema_input_type=DurationText),
     Field(gt=0, le=TEN_YEARS_S),
 ]
+Delay = Annotated[
+    float,
+    BeforeValidator(_duration, json_schema_input_type=DurationText),
+    Field(ge=0, le=TEN_YEARS_S),
+]
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
     BeforeValidator(_size, json_schema_input_type=SizeInput),
@@ -119,7 +124,7 @@ class JobTable(Table):
 
 
 # what has no place in an OpenAI batch file and its answers
-OPENAI_UNUSED = ("tools", "prefill", "params", "keep", "id")
+OPENAI_UNUSED = ("tools", "prefill", "params", "keep", "id", "priority", "arrival")
 # what only a chat template can do something with
 NEEDS_CHAT = ("system", "chat_template", "chat_template_kwargs", "tools", "prefill")
 # what makes the prompt of a row, one of them
@@ -148,6 +153,8 @@ class InputTable(Table):
     id: Column | None = None
     keep: Columns = ()
     params: Columns = ()
+    priority: Column | None = None
+    arrival: Column | None = None
     too_long: Literal["error", "truncate_left", "truncate_right", "truncate_middle"] = "error"
 
     @model_validator(mode="after")
@@ -249,6 +256,18 @@ class BatchingTable(Table):
     kv_memory: Size = "auto"
     prefix_cache: bool = True
     lookahead: Literal["auto"] | Positive = "auto"
+    policy: Literal["continuous", "static", "dynamic"] = "continuous"
+    order: Literal["auto", "input", "longest", "shortest", "prefix"] = "auto"
+    reserve: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    swap_memory: Size = "auto"
+    not_preemptible: Annotated[
+        tuple[Annotated[int, Field(ge=0, le=MOST)], ...], BeforeValidator(_tuple)
+    ] = ()
+    starvation_limit: Duration = 600.0
+    preferred_batch_size: Positive | None = None
+    max_queue_delay: Delay = 0.0
+    schedule_every: Positive = 1
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> BatchingTable:
@@ -281,12 +300,8 @@ class ProgressTable(Table):
 
 
 NOT_YET: dict[str, frozenset[str]] = {
-    "input": frozenset({"priority", "arrival"}),
     "model": frozenset({"attention", "allow_unsafe_weights"}),
-    "batching": frozenset(
-        "policy reserve order preemption swap_memory starvation_limit preferred_batch_size"
-        " max_queue_delay schedule_every max_step".split()
-    ),
+    "batching": frozenset("max_step".split()),
     "workers": frozenset({"engine", "count", "devices"}),
     "slurm": frozenset({"partition", "account", "gres", "time", "lines"}),
 }

@@ -36,10 +36,11 @@ from jobrunner.data.results.parts import Results, Tally
 from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
+from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
 from jobrunner.opening import Job, load_engine, open_job
-from jobrunner.records import Completion, Engine, Partial, Request, Step
+from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
 from jobrunner.stop import Stop
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _work(
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, reader, stats, stop)
         with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
-            for step in engine.run(feed):
+            for step in engine.run(_replayed(feed, job)):
                 _finish(step.completions, job, ledger, limits)
                 _fail(feed.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
@@ -183,6 +184,11 @@ def _work(
         said = summary(stats.snapshot(time.monotonic()), results, parquet=parquet)
         console.finish(stats, said)
     limits.raise_if_passed()
+
+
+def _replayed(feed: Feed, job: Job) -> Requests:
+    """Hold rows back until they arrive, where the input says when that is."""
+    return feed if job.settings.input.arrival is None else Arrivals(feed)
 
 
 def _retry(directory: RunDirectory, job: Job, claims: Claims) -> int:

@@ -6,12 +6,16 @@ import difflib
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from jobrunner.config import NOT_YET, TABLES, Settings, table_model
+from jobrunner.config import NOT_YET, Settings, Table
 from jobrunner.errors import ConfigError
+
+Whole = TypeVar("Whole", bound=Table)
+
+_NO_FILE = Path("command line")
 
 
 def load_settings(
@@ -24,17 +28,35 @@ def load_settings(
 
     Raises ConfigError that lists every problem at once.
     """
-    path = Path(path)
-    document = _read_toml(path)
+    options = {} if style is None else {"progress.style": (style, f"--progress {style}")}
+    return load_tables(Settings, Path(path), overrides, limit, options)
+
+
+def load_tables(
+    whole: type[Whole],
+    path: Path | None,
+    overrides: Sequence[str] = (),
+    limit: int | None = None,
+    options: Mapping[str, tuple[Any, str]] | None = None,
+) -> Whole:
+    """Read a file of tables, change it, and check all of it.
+
+    `whole` has a field for each table, and `folder` and `limit` beside them. `path` None stands
+    for an empty file. `options` are values by `table.key`, each with the words on the command
+    line that it came from. Raises ConfigError that lists every problem at once.
+    """
+    document = {} if path is None else _read_toml(path)
+    path = path or _NO_FILE
     sources: dict[str, str] = {}
     problems: list[str] = []
     for override in overrides:
         _apply(override, document, sources, problems)
-    if style is not None:
-        _set(document, "progress", "style", style)
-        sources["progress.style"] = f"--progress {style}"
-    problems += _key_problems(document, path, sources)
-    settings, more = _validate(document, path, sources, limit)
+    for key, (value, words) in (options or {}).items():
+        table, _, name = key.partition(".")
+        _set(document, table, name, value)
+        sources[key] = words
+    problems += _key_problems(whole, document, path, sources)
+    settings, more = _validate(whole, document, path, sources, limit)
     problems += more
     if problems or settings is None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -92,24 +114,38 @@ def _set(document: dict[str, Any], table: str, name: str, value: Any) -> None:
         entries[name] = value
 
 
-def _key_problems(document: Mapping[str, Any], path: Path, sources: Mapping[str, str]) -> list[str]:
+def _tables(whole: type[Table]) -> dict[str, type[Table]]:
+    """The tables of a whole, by name."""
+    found = {name: field.annotation for name, field in whole.model_fields.items()}
+    return {
+        name: table
+        for name, table in found.items()
+        if isinstance(table, type) and issubclass(table, Table)
+    }
+
+
+def _key_problems(
+    whole: type[Table], document: Mapping[str, Any], path: Path, sources: Mapping[str, str]
+) -> list[str]:
     """Unknown keys, with the nearest known one, and keys whose feature is not built yet."""
     problems = []
+    tables = _tables(whole)
     for table, entries in document.items():
-        if table in TABLES and not isinstance(entries, dict):
+        if table in tables and not isinstance(entries, dict):
             problems.append(f"  `{table}` in `{path}` = {_toml(entries)}: must be a table")
             continue
-        if table not in TABLES and table not in NOT_YET:
+        if table not in tables and table not in NOT_YET:
             names = entries if isinstance(entries, dict) else ()
             where = next(
                 (sources[f"{table}.{n}"] for n in names if f"{table}.{n}" in sources), path
             )
-            problems.append(f"  unknown table `{table}` in `{where}`{_nearest(table, TABLES)}")
+            nearest = _nearest(table, list(tables))
+            problems.append(f"  unknown table `{table}` in `{where}`{nearest}")
             continue
-        if table not in TABLES:
+        if table not in tables:
             problems.append(f"  `[{table}]` in `{path}` is not yet supported")
             continue
-        known = table_model(table).model_fields
+        known = tables[table].model_fields
         later = NOT_YET.get(table, frozenset())
         for name, value in entries.items():
             where = f"`{table}.{name}` in `{sources.get(f'{table}.{name}', path)}`"
@@ -123,22 +159,26 @@ def _key_problems(document: Mapping[str, Any], path: Path, sources: Mapping[str,
 
 
 def _validate(
-    document: Mapping[str, Any], path: Path, sources: Mapping[str, str], limit: int | None
-) -> tuple[Settings | None, list[str]]:
+    whole: type[Whole],
+    document: Mapping[str, Any],
+    path: Path,
+    sources: Mapping[str, str],
+    limit: int | None,
+) -> tuple[Whole | None, list[str]]:
     """Validate the known keys; what is wrong is left out and the rest looked at again.
 
     So problems between keys are found in the same run as problems of single keys.
     """
     tables = {
-        table: {k: v for k, v in document[table].items() if k in table_model(table).model_fields}
-        for table in TABLES
-        if isinstance(document.get(table), dict)
+        name: {k: v for k, v in document[name].items() if k in table.model_fields}
+        for name, table in _tables(whole).items()
+        if isinstance(document.get(name), dict)
     }
     problems: dict[str, None] = {}
     left_out: set[str] = set()
     while True:
         try:
-            settings = Settings.model_validate(
+            settings = whole.model_validate(
                 tables | {"folder": path.resolve().parent, "limit": limit}
             )
         except ValidationError as error:
@@ -147,7 +187,7 @@ def _validate(
             return settings, list(problems)
         for entry in found:
             if not _follows(entry, left_out):
-                problems[_problem(entry, path, sources)] = None
+                problems[_problem(whole, entry, path, sources)] = None
         wrong = {
             (table, name) for table, name in map(_place, found) if name in tables.get(table, {})
         }
@@ -170,7 +210,7 @@ def _follows(entry: Any, left_out: Collection[str]) -> bool:
     return missing or any(f"`{key}`" in entry["msg"] for key in left_out)
 
 
-def _problem(entry: Any, path: Path, sources: Mapping[str, str]) -> str:
+def _problem(whole: type[Table], entry: Any, path: Path, sources: Mapping[str, str]) -> str:
     """Say one problem that pydantic found: key, file, value, what is wanted."""
     table, name = _place(entry)
     key = f"{table}.{name}".rstrip(".")
@@ -183,12 +223,12 @@ def _problem(entry: Any, path: Path, sources: Mapping[str, str]) -> str:
         return f"{where}: {message}"
     if len(entry["loc"]) > 2 and isinstance(entry["loc"][2], str):
         # of a union of types each member reports its own failure: say the union instead
-        message = f"must be {_expected(table, name)}"
+        message = f"must be {_expected(_tables(whole)[table], name)}"
     return f"{where} = {_toml(entry['input'])}: {_lower(message)}"
 
 
-def _expected(table: str, name: str) -> str:
-    schema = table_model(table).model_json_schema()["properties"][name]
+def _expected(table: type[Table], name: str) -> str:
+    schema = table.model_json_schema()["properties"][name]
     return " or ".join(
         _describe(option) for option in schema.get("anyOf", [schema]) if option["type"] != "null"
     )

@@ -130,5 +130,6 @@ def load(job: Job) -> LoadedEngine:
         kv_memory=batching.kv_memory,
         prefix_cache=batching.prefix_cache,
         lookahead=batching.lookahead,
+        scheduling=batching,
         open_text=job.prompts.open_text,
     )

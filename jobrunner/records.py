@@ -114,7 +114,8 @@ class Request:
     """One sample of a row as token ids.
 
     `output` are tokens that an earlier, interrupted run generated, `logprobs` theirs, if they
-    are wanted. `truncated_tokens` were cut from the prompt.
+    are wanted. `truncated_tokens` were cut from the prompt. `priority` 0 goes first. `arrival_s`,
+    seconds from the start of the job, holds a row back until then, where arrivals are replayed.
     """
 
     id: RowId
@@ -126,6 +127,8 @@ class Request:
     samples: int = 1
     truncated_tokens: int = 0
     logprobs: Sequence[TokenLogprob] = ()
+    priority: int = 0
+    arrival_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,9 @@ class Step:
     `tokens_computed` includes `tokens_padded` (computed for nothing) and
     `tokens_recomputed` (lost to a preemption and computed again). `tokens_cached` came from
     the prefix cache. `context_tokens` sums over its sequences how many tokens each already
-    had in KV memory. An idle step computes nothing: the engine waited for requests.
+    had in KV memory. `swapped_blocks` were copied to host memory or back, which took `swap_s`,
+    part of `forward_s`. `duplicates` of the completions are the answers of equal requests. An idle
+    step computes nothing: the engine waited for requests.
     """
 
     completions: Sequence[Completion] = ()
@@ -188,9 +193,12 @@ class Step:
     running: int = 0
     waiting: int = 0
     preemptions: int = 0
+    swapped_blocks: int = 0
+    duplicates: int = 0
     kv_blocks_used: int = 0
     kv_blocks: int = 0
     forward_s: float = 0.0
+    swap_s: float = 0.0
     step_s: float = 0.0
 
     @property

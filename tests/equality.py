@@ -107,6 +107,8 @@ def _serve(folder: Path, rows: Sequence[Request], settings: dict[str, Any]) -> l
                 "max_batch_size": 5,
                 "token_budget": 16,
                 "chunk_size": CHUNK_SIZE,
+                # whoever fits now is let in: so some have to give way later
+                "ahead": False,
                 **settings,
             },
         )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
-from jobrunner.engine.scheduler import Drawn, Plan
+from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.scheduler import Chunk, Drawn, Plan
+from jobrunner.engine.swap import Copy
 from jobrunner.records import Request, Sampling, TokenLogprob
 
 GREEDY = Sampling(1)
@@ -19,7 +24,7 @@ class FakeRunner:
 
     It writes each chunk through the sequence's blocks and reads the whole context back through
     them, so a wrong block table or a block shared wrongly fails at once. The memory holds
-    token ids where a real one holds keys and values.
+    token ids where a real one holds keys and values, and so does its host memory.
 
     `vocabulary` are the ids it answers with. With `output_length`, a function of the prompt,
     the token at that place is `stop_id` and none before it is; without, `stop_id` comes as
@@ -46,12 +51,15 @@ class FakeRunner:
         self._output_length = output_length
         self._before_step = before_step
         self._memory: dict[int, array[int]] = {}
+        self._host_memory: dict[int, array[int]] = {}
 
     def run(self, plan: Plan) -> Drawn:
         """Compute the chunks of a plan; return one token per sampling chunk."""
         if self._before_step is not None:
             self._before_step()
         self.steps += 1
+        for copy in plan.copies:
+            self._copy(copy)
         # as on a device: the whole batch is written before anything is read
         for chunk in plan.chunks:
             tokens = chunk.sequence.tokens[chunk.start : chunk.stop]
@@ -124,6 +132,14 @@ class FakeRunner:
         context = array("q", [*prompt, *output]).tobytes()
         return int.from_bytes(blake2b(context + key, digest_size=8).digest(), "little")
 
+    def _copy(self, copy: Copy) -> None:
+        for block, place in zip(copy.device_blocks, copy.host_blocks, strict=True):
+            if copy.out:
+                self._host_memory[place] = self._memory[block][:]
+            else:
+                # what is copied back is never read again
+                self._memory[block] = self._host_memory.pop(place)
+
     def _write(self, blocks: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         for position, token in enumerate(tokens, start):
             block, offset = divmod(position, self.block_size)
@@ -135,6 +151,124 @@ class FakeRunner:
         for block in blocks[: -(-stop // self.block_size)]:
             context.extend(self._memory[block])
         return context[:stop]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A chunk as a device is given it: a copy of its block table, and no token that is unknown."""
+
+    chunk: Chunk
+    tokens: array[int]
+    follows: int | None
+    blocks: tuple[int, ...]
+
+    def written(self, block_size: int) -> set[int]:
+        first, last = self.chunk.start // block_size, (self.chunk.stop - 1) // block_size
+        return set(self.blocks[first : last + 1])
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """A plan that a fake device was given, and when it will be done with it."""
+
+    device: FakeDevice
+    copies: Sequence[Copy]
+    works: Sequence[Work]
+    done_at: float
+
+    def collect(self) -> Drawn:
+        return self.device.collect(self)
+
+
+class FakeDevice(FakeRunner):
+    """A `FakeRunner` that computes beside the host, each step in `step_s` of a `StillClock`.
+
+    It computes a plan no earlier than it is collected, when the host has gone on as far as it
+    can, and then looks whether the blocks that it writes are still those of their sequences.
+    `ahead` off makes it a plain runner that takes as long.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        clock: StillClock,
+        *,
+        ahead: bool = True,
+        step_s: float = 0.0,
+        tells_time: bool = True,
+        **more: Any,
+    ) -> None:
+        super().__init__(blocks.block_size, **more)
+        self.ahead = ahead
+        self.events: list[str] = []
+        self.late_tokens = 0
+        self._blocks = blocks
+        self._clock = clock
+        self._step_s = step_s
+        self._told_s = step_s if tells_time else 0.0
+        self._free_at = 0.0
+        self._queue: deque[Launch] = deque()
+        self._drawn: list[int] = []
+
+    def run(self, plan: Plan) -> Drawn:
+        self._clock.now += self._step_s
+        return super().run(plan)
+
+    def launch(self, plan: Plan) -> Launch:
+        self._free_at = max(self._free_at, self._clock.now) + self._step_s
+        works = [_work(chunk) for chunk in plan.chunks]
+        launch = Launch(self, list(plan.copies), works, self._free_at)
+        self._queue.append(launch)
+        self.events.append("launch")
+        return launch
+
+    def collect(self, launch: Launch) -> Drawn:
+        self.events.append("collect")
+        assert launch is self._queue.popleft(), "collected out of order"
+        self._clock.now = max(self._clock.now, launch.done_at)
+        self.steps += 1
+        for copy in launch.copies:
+            self._copy(copy)
+        for work in launch.works:
+            self._check_owner(work)
+            known = work.tokens if work.follows is None else [self._drawn[work.follows]]
+            self._write(work.blocks, work.chunk.start, known)
+            self.tokens_computed += len(known)
+        drawn = [self._draw(work) for work in launch.works if work.chunk.samples]
+        self._drawn = [token for token, _ in drawn]
+        logprobs = [logprob for _, logprob in drawn]
+        return Drawn(self._drawn, logprobs if any(logprobs) else (), compute_s=self._told_s)
+
+    def _draw(self, work: Work) -> tuple[int, TokenLogprob | None]:
+        sequence, context = work.chunk.sequence, self._read(work.blocks, work.chunk.stop)
+        length = sequence.prompt_length
+        state = context[:length], context[length:], sequence.request.sampling
+        return self.next_token(*state), self.logprob(*state)
+
+    def _check_owner(self, work: Work) -> None:
+        written = work.written(self.block_size)
+        if work.chunk.sequence.slot is not None:
+            assert written <= set(work.chunk.sequence.blocks), "wrote into blocks of another"
+            return
+        # its text has ended with the step before
+        self.late_tokens += 1
+        assert all(self._blocks.holders(block) == 1 for block in written), "wrote into free blocks"
+        for other in self._later(work):
+            assert not written & set(other.blocks), "wrote into blocks that were given away"
+
+    def _later(self, work: Work) -> Iterator[Work]:
+        for launch in self._queue:
+            yield from (
+                each for each in launch.works if each.chunk.sequence is not work.chunk.sequence
+            )
+
+
+def _work(chunk: Chunk) -> Work:
+    sequence, follows = chunk.sequence, chunk.follows
+    tokens = sequence.tokens[chunk.start : chunk.stop]
+    assert follows is not None or min(tokens) >= 0, "a token is not known"
+    assert follows is None or len(tokens) == 1, "a piece of a prompt is not known"
+    return Work(chunk, tokens, follows, tuple(sequence.blocks))
 
 
 class FakeRequests:
@@ -182,4 +316,14 @@ class FakeClock:
 
     def __call__(self) -> float:
         self.now += 1.0
+        return self.now
+
+
+class StillClock:
+    """A clock that only others move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
         return self.now

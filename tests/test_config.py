@@ -65,13 +65,13 @@ nam = "x"
 path = "data"
 prompt = "q"
 messages = "m"
-priority = "p"
 [output]
 [model]
 name = "demo"
 threads = "many"
 dtype = "int3"
 attention = "x"
+allow_unsafe_weights = true
 [generation]
 max_token = 5
 temperature = -1

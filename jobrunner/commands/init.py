@@ -70,7 +70,9 @@ def _default(field: FieldInfo) -> str:
 
 
 def _words(seconds: float) -> str:
-    size, unit = max((size, unit) for unit, size in DURATION_UNITS.items() if size <= seconds)
+    # none fits into 0
+    fitting = {unit: size for unit, size in DURATION_UNITS.items() if size <= seconds} or {"s": 1.0}
+    size, unit = max((size, unit) for unit, size in fitting.items())
     return f'"{seconds / size:g}{unit}"'
 
 
@@ -100,7 +102,7 @@ def job_schema() -> dict[str, Any]:
             entry["description"] = KEYS[table][name]
             if _is_duration(field):
                 # bounds of the seconds that come of it, and those seconds
-                for bound in ("gt", "le"):
-                    del entry[bound]
+                for bound in ("gt", "ge", "le"):
+                    entry.pop(bound, None)
                 entry["default"] = json.loads(_default(field))
     return schema

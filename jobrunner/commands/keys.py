@@ -44,6 +44,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "id": "the column whose values name the rows: unique, never null",
         "keep": "columns to carry over into the results",
         "params": "a struct column, or columns, with a row's own values of [generation]",
+        "priority": "the column with a row's priority, 0 is the highest",
+        "arrival": "the column with the seconds after which a row is there, for replays",
         "too_long": "what becomes of a prompt that is too long for the model",
     },
     "output": {
@@ -87,6 +89,17 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "kv_memory": 'such as "8GiB"',
         "prefix_cache": "compute the shared beginnings of prompts once",
         "lookahead": "how many waiting rows are looked at",
+        "policy": '"static" and "dynamic" batches start and leave together',
+        "order": "in which waiting rows start: "
+        "auto starts long ones early, mixes kinds of work and keeps equal prefixes together",
+        "reserve": "the share of KV memory that predictions leave free",
+        "preemption": "keep what a row that gives way has computed in host memory, or recompute it",
+        "swap_memory": "host memory for rows that gave way",
+        "not_preemptible": "priorities whose rows never give way",
+        "starvation_limit": "a row that has waited for so long goes before all priorities",
+        "preferred_batch_size": "gather so many rows before they start, dynamic or continuous",
+        "max_queue_delay": "but let no row wait for longer than this to be gathered",
+        "schedule_every": "steps between decisions about the batch size",
     },
     "checkpoint": {
         "every": "how often finished rows and rows in flight are saved",
@@ -117,11 +130,14 @@ EXAMPLES: Mapping[str, str] = {
     "input.tools": '"tools"',
     "input.prefill": '"Answer: "',
     "input.id": '"id"',
+    "input.priority": '"priority"',
+    "input.arrival": '"arrival_s"',
     "output.path": '"runs/first"',
     "output.logprobs": "0",
     "model.name": '"demo"',
     "model.revision": '"main"',
     "generation.seed": "0",
+    "batching.preferred_batch_size": "8",
     "errors.max_count": "100",
 }
 # what every job has to say

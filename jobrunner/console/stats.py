@@ -48,6 +48,8 @@ class Snapshot:
     rows_done: int
     #: rows finished by this run
     rows_this_run: int
+    #: samples of this run that got the answer of an equal one, without being computed
+    duplicates: int
     #: 100 · rows_done / rows_total; 100 for an empty input
     percent: float
     #: rows that ended in an error, in this run and earlier ones
@@ -123,13 +125,22 @@ class Snapshot:
     #: sequences that had to give back their blocks before they ended
     preemptions: int
     tokens_computed: int
+    #: of them tokens of prompts, computed again or not, and those after them; and Σ over steps of
+    #: the tokens that the step's sequences already had in KV memory: with busy_s and steps,
+    #: what the cost of a step is fitted to
+    prefill_tokens: int
+    decode_tokens: int
+    context_tokens: int
     #: tokens lost to a preemption and computed again
     tokens_recomputed: int
     #: prompt tokens taken from the prefix cache instead of being computed
     tokens_cached: int
     #: b · tokens_recomputed, b = seconds of a prefill token in the cost model
     recompute_s: float | None
-    #: Σ time of swaps and of recomputing; nothing is swapped yet, so it is recompute_s
+    #: blocks copied to host memory or back, and the seconds that took
+    swapped_blocks: int
+    swap_s: float
+    #: swap_s + recompute_s
     swap_overhead_s: float | None
 
     #: from entering the engine to the first chunk
@@ -244,10 +255,16 @@ class Stats:
         self._batch_size_max = 0
         self._batch_sizes: list[int] = []
         self._tokens_computed = 0
+        self._prefill_tokens = 0
+        self._decode_tokens = 0
+        self._context_tokens = 0
         self._tokens_padded = 0
         self._tokens_recomputed = 0
         self._tokens_cached = 0
         self._preemptions = 0
+        self._swapped_blocks = 0
+        self._swap_s = 0.0
+        self._duplicates = 0
         self._kv_use_peak: float | None = None
         self._forward_s = 0.0
         self._busy_s = 0.0
@@ -268,10 +285,16 @@ class Stats:
         self._latest = step
         self._output_tokens += step.output_tokens
         self._tokens_computed += step.tokens_computed
+        self._prefill_tokens += step.prefill_tokens
+        self._decode_tokens += step.decode_tokens
+        self._context_tokens += step.context_tokens
         self._tokens_padded += step.tokens_padded
         self._tokens_recomputed += step.tokens_recomputed
         self._tokens_cached += step.tokens_cached
         self._preemptions += step.preemptions
+        self._swapped_blocks += step.swapped_blocks
+        self._swap_s += step.swap_s
+        self._duplicates += step.duplicates
         if (kv_use := _ratio(step.kv_blocks_used, step.kv_blocks)) is not None:
             self._kv_use_peak = max(kv_use, self._kv_use_peak or 0.0)
         if not step.idle:
@@ -332,6 +355,7 @@ class Stats:
             "rows_total": totals.rows,
             "rows_done": rows_done,
             "rows_this_run": self._rows,
+            "duplicates": self._duplicates,
             "percent": 100.0 * rows_done / totals.rows if totals.rows else 100.0,
             "errors": totals.errors_before + self._errors.total,
             "errors_by_kind": self._errors.by_kind,
@@ -391,7 +415,9 @@ class Stats:
             "decode_time_s": decode_s,
             "fused_fraction": self._fused_fraction,
             "recompute_s": recompute_s,
-            "swap_overhead_s": recompute_s,
+            "swapped_blocks": self._swapped_blocks,
+            "swap_s": self._swap_s,
+            "swap_overhead_s": _sum(self._swap_s, recompute_s),
             "least_time_s": least_s,
             "roofline_fraction": None if least_s is None else _ratio(least_s, self._busy_s),
         }
@@ -402,6 +428,9 @@ class Stats:
             "kv_use_peak": self._kv_use_peak,
             "preemptions": self._preemptions,
             "tokens_computed": self._tokens_computed,
+            "prefill_tokens": self._prefill_tokens,
+            "decode_tokens": self._decode_tokens,
+            "context_tokens": self._context_tokens,
             "tokens_recomputed": self._tokens_recomputed,
             "tokens_cached": self._tokens_cached,
             "peak_memory_bytes": self._peak_memory(),

@@ -103,6 +103,10 @@ def summary(
     lines += _error_lines(snapshot)
     if snapshot.stop_share is not None:
         lines.append(f"  ended    {_endings(snapshot)} (this run)")
+    if snapshot.duplicates:
+        lines.append(
+            f"  equal    {snapshot.duplicates:,} answers are those of equal rows (this run)"
+        )
     lines += [
         f"  speed    {_rate(snapshot.output_tokens_per_s)} output tokens/s, "
         f"{_rate(snapshot.total_tokens_per_s)} total tokens/s, "

@@ -53,6 +53,10 @@ class Blocks:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
+    def knows(self, digest: bytes) -> bool:
+        """Whether a block with these contents can be shared."""
+        return digest in self._published
+
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """Reference the published blocks of the longest known prefix of a digest chain."""
         blocks: list[int] = []

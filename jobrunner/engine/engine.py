@@ -1,20 +1,28 @@
-"""The step loop: pull requests, plan, run, commit. Knows nothing of tensors, files or text."""
+"""The step loop: pull requests, plan, launch, collect, commit. Knows no tensors, files or text.
+
+A runner that computes beside the host is kept one step ahead: the next step is planned and
+launched before the tokens of the last one are read back.
+"""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.scheduler import Drawn, Plan, Scheduler
 from jobrunner.engine.sequence import Sequence
+from jobrunner.engine.tuning import Tuning
 from jobrunner.records import Completion, Partial, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
 _IDLE_WAIT_S = 0.1
 _NOTHING = Plan(chunks=(), completions=(), preemptions=0, tokens_cached=0)
-_NO_TOKENS = Drawn()
 
 
 class Runner(Protocol):
@@ -24,18 +32,69 @@ class Runner(Protocol):
         """Return one sampled token per sampling chunk, in the order of the plan."""
 
 
+class Pending(Protocol):
+    """What a launched plan will give."""
+
+    def collect(self) -> Drawn:
+        """Wait for it; as `Runner.run` returns it. Called once, in the order of the launches."""
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """Computes plans beside the host, in their order, if `ahead`; else one after the other."""
+
+    @property
+    def ahead(self) -> bool: ...
+
+    def launch(self, plan: Plan) -> Pending:
+        """Begin with a plan, of which single tokens may follow from the plan before.
+
+        See `Chunk.follows`. What a plan says of tokens and blocks is to be read before returning.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    drawn: Drawn
+
+    def collect(self) -> Drawn:
+        return self.drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launched plan, and how things stood then."""
+
+    plan: Plan
+    pending: Pending
+    launched_at: float
+    running: int
+    used: int
+
+
 class Engine:
-    """Serves requests with continuous batching, one step a turn."""
+    """Serves requests with continuous batching, one step a turn.
+
+    With a runner that is `ahead`, a turn yields the step that is complete while the next computes.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        duplicates: Duplicates | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._ahead = isinstance(runner, AheadRunner) and runner.ahead
+        self._launch = _launcher(runner)
+        self._flights: deque[_Flight] = deque()
+        self._collected_at = -math.inf
         self._clock = clock
+        self._duplicates = duplicates
+        self._tuning = tuning
 
     def run(self, requests: Requests) -> Iterator[Step]:
         """Serve requests until they are exhausted and all are complete.
@@ -47,8 +106,13 @@ class Engine:
         while True:
             started = self._clock()
             complete = self._top_up(requests, started)
-            if scheduler.running or scheduler.waiting:
-                yield self._step(complete, started)
+            if scheduler.running or scheduler.waiting or self._flights:
+                step = self._step(complete, started, last_call=requests.exhausted)
+                yield step
+                if not (step.tokens_computed or step.completions):
+                    # those who wait are gathered until the policy opens the door
+                    opens_in_s = scheduler.opens_in_s(self._clock())
+                    requests.wait(min(_IDLE_WAIT_S, opens_in_s))
             elif complete:
                 yield self._report(started, completions=complete)
             elif requests.exhausted:
@@ -58,36 +122,84 @@ class Engine:
                 yield self._report(started)
 
     def partials(self) -> list[Partial]:
-        """Every unfinished sample that the engine holds and that has a generated token."""
+        """Every unfinished sample that the engine holds and that has a known generated token."""
         return [
             _partial(sequence)
             for sequence in self._scheduler.unfinished()
-            if sequence.output_length
+            if sequence.known > sequence.prompt_length
         ]
 
     def _top_up(self, requests: Requests, now: float) -> list[Completion]:
         """Fill the waiting window; return the requests that were complete as they came."""
+        self._count_outside()
         room = self._scheduler.room
         if room == 0:
             return []
-        added = [self._scheduler.add(request, now) for request in requests.take(room)]
-        return [completion for completion in added if completion is not None]
+        taken, known = requests.take(room), list[Completion]()
+        if self._duplicates is not None:
+            taken, known = self._duplicates.sift(taken, now)
+            self._count_outside()
+        added = [self._scheduler.add(request, now) for request in taken]
+        return known + [completion for completion in added if completion is not None]
 
-    def _step(self, complete: list[Completion], started: float) -> Step:
-        plan = self._scheduler.plan(started)
-        forward_started = self._clock()
-        drawn = self._runner.run(plan) if plan.chunks else _NO_TOKENS
-        finished = self._clock()
+    def _count_outside(self) -> None:
+        """Tell the scheduler which part of its window is taken by those who wait for an answer."""
+        if self._duplicates is not None:
+            self._scheduler.outside = self._duplicates.window_rows
+
+    def _with_duplicates(self, completions: Seq[Completion]) -> Seq[Completion]:
+        """Add the completions of those that waited for one of these."""
+        if self._duplicates is None or not completions:
+            return completions
+        return [*completions, *self._duplicates.share(completions, self._clock())]
+
+    def _step(self, complete: list[Completion], started: float, *, last_call: bool) -> Step:
+        while self._may_plan:
+            plan = self._scheduler.plan(started, last_call=last_call)
+            complete += plan.completions
+            works = bool(plan.chunks or plan.copies)
+            if works or not self._flights:
+                self._flights.append(self._take_off(plan, works=works))
+            if not works:
+                break
+        return self._land(complete, started)
+
+    @property
+    def _may_plan(self) -> bool:
+        if not self._flights:
+            return True
+        return self._ahead and len(self._flights) == 1 and self._scheduler.may_plan_ahead
+
+    def _take_off(self, plan: Plan, *, works: bool) -> _Flight:
+        launched_at = self._clock()
+        pending = self._launch(plan) if works else _Ready(Drawn())
+        if self._ahead and works:
+            self._scheduler.launched(plan)
         running, used = self._scheduler.running, self._scheduler.blocks.used
-        done = self._scheduler.commit(plan, drawn, finished)
+        return _Flight(plan, pending, launched_at, running, used)
+
+    def _land(self, complete: list[Completion], started: float) -> Step:
+        """Book the plan that was launched first."""
+        flight = self._flights.popleft()
+        drawn = flight.pending.collect()
+        finished = self._clock()
+        # the device began with it when it had it, and was done with the one before
+        forward_s = finished - max(flight.launched_at, self._collected_at)
+        if self._ahead:
+            forward_s = drawn.copy_s + drawn.compute_s or forward_s
+        self._collected_at = finished
+        done = self._scheduler.commit(flight.plan, drawn, finished)
+        discarded = self._scheduler.discarded
         return self._report(
             started,
-            completions=[*complete, *plan.completions, *done],
-            plan=plan,
-            output_tokens=len(drawn.tokens),
-            running=running,
-            used=used,
-            forward_s=finished - forward_started,
+            completions=[*complete, *done],
+            plan=flight.plan,
+            output_tokens=len(drawn.tokens) - discarded,
+            discarded=discarded,
+            running=flight.running - discarded,
+            used=flight.used,
+            forward_s=forward_s,
+            swap_s=drawn.copy_s,
         )
 
     def _report(
@@ -97,28 +209,49 @@ class Engine:
         completions: Seq[Completion] = (),
         plan: Plan = _NOTHING,
         output_tokens: int = 0,
+        discarded: int = 0,
         running: int = 0,
         used: int = 0,
         forward_s: float = 0.0,
+        swap_s: float = 0.0,
     ) -> Step:
-        return Step(
+        completions = self._with_duplicates(completions)
+        step = Step(
             completions=completions,
+            duplicates=self._duplicates.count_answered() if self._duplicates else 0,
             prefill_tokens=plan.prefill_tokens,
-            decode_tokens=plan.decode_tokens,
+            decode_tokens=plan.decode_tokens - discarded,
             output_tokens=output_tokens,
             tokens_computed=plan.prefill_tokens + plan.decode_tokens,
+            tokens_padded=discarded,
             tokens_recomputed=plan.tokens_recomputed,
             tokens_cached=plan.tokens_cached,
             context_tokens=sum(chunk.start for chunk in plan.chunks),
-            batch_size=len(plan.chunks),
+            batch_size=len(plan.chunks) - discarded,
             running=running,
             waiting=self._scheduler.waiting,
             preemptions=plan.preemptions,
+            swapped_blocks=plan.swapped_blocks,
             kv_blocks_used=used,
             kv_blocks=self._scheduler.blocks.count,
             forward_s=forward_s,
+            swap_s=swap_s,
             step_s=self._clock() - started,
         )
+        self._tune(step)
+        return step
+
+    def _tune(self, step: Step) -> None:
+        """Let what a step took change the limits of the next ones."""
+        limits = self._tuning.observe(step) if self._tuning is not None else None
+        if limits is not None:
+            self._scheduler.retune(limits)
+
+
+def _launcher(runner: Runner) -> Callable[[Plan], Pending]:
+    if isinstance(runner, AheadRunner) and runner.ahead:
+        return runner.launch
+    return lambda plan: _Ready(runner.run(plan))
 
 
 def _partial(sequence: Sequence) -> Partial:

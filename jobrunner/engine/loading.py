@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,24 +16,35 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from jobrunner.config import BatchingTable
 from jobrunner.engine.attention.hook import attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
+from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
-from jobrunner.engine.memory import KvMemory, available_memory, check_fits, kv_block_count
+from jobrunner.engine.memory import (
+    KvMemory,
+    available_memory,
+    check_fits,
+    kv_block_count,
+    swap_block_count,
+)
 from jobrunner.engine.positions import freeze_positions
+from jobrunner.engine.preemption import Costs
 from jobrunner.engine.proof import prove
 from jobrunner.engine.runner import TransformersRunner
-from jobrunner.engine.scheduler import Limits, Scheduler
+from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
+from jobrunner.engine.strategies import make_scheduler
 from jobrunner.engine.support import (
     check_supported,
     read_config,
     resolve_max_model_len,
 )
+from jobrunner.engine.tuning import Automatic, Tuning
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
 
@@ -42,6 +54,11 @@ AutoInt = int | Literal["auto"]
 
 # of the memory that is free once the weights are loaded; the rest is for activations and others
 _KV_SHARE = {"cpu": 0.3, "cuda": 0.85}
+# of the memory of the host that is free then; much of it would take long to lock into place
+_SWAP_SHARE = {"cpu": 0.1, "cuda": 0.25}
+_SWAP_BYTES = 8 << 30
+# copied back and forth once, to learn how long a copy takes
+_TRIED_BLOCKS = 16
 _BATCH_SIZE = {"cpu": 64, "cuda": 256}
 _TOKEN_BUDGET = {"cpu": 512, "cuda": 8192}
 
@@ -76,6 +93,18 @@ class ProvenModel:
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedModel:
+    """A proven model that computes on a KV pool. Engines may use it one after the other."""
+
+    info: ModelInfo
+    model: torch.nn.Module
+    attention: TorchPagedAttention
+    pool: KvPool
+    host_blocks: int
+    kv_bytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +240,13 @@ def open_engine(
     kv_memory: KvMemory = "auto",
     prefix_cache: bool = True,
     lookahead: AutoInt = "auto",
+    scheduling: BatchingTable | None = None,
+    ahead: bool = True,
 ) -> LoadedEngine:
     """Load and prove the model, size the KV memory, and join the parts.
 
+    `scheduling` gives the rules by which rows are scheduled; its numbers are those given here.
+    Without `ahead` a row is admitted if it fits now, whatever comes.
     Raises ModelError where the model cannot run here.
     """
     if threads != "auto":
@@ -221,16 +254,60 @@ def open_engine(
     proven = prove_model(
         folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
     )
-    info, model, calls = proven.info, proven.model, proven.calls
-    limits = resolve_limits(info.device, max_batch_size, token_budget, chunk_size, lookahead)
-    token_bytes = bytes_per_token(calls, model.dtype)
+    info = proven.info
+    rules = scheduling or BatchingTable()
+    limits = resolve_limits(
+        info.device, max_batch_size, token_budget, chunk_size, lookahead, rules.schedule_every
+    )
+    automatic = Automatic(
+        max_batch_size=max_batch_size == "auto",
+        token_budget=token_budget == "auto",
+        chunk_size=chunk_size == "auto",
+        lookahead=lookahead == "auto",
+    )
+    placed = place_model(proven, limits, rules, block_size=block_size, kv_memory=kv_memory)
+    return LoadedEngine(
+        engine=build_engine(
+            placed,
+            limits,
+            rules,
+            open_text,
+            prefix_cache=prefix_cache,
+            ahead=ahead,
+            duplicates=Duplicates(),
+            tuning=Tuning(limits, automatic),
+        ),
+        dtype=info.dtype,
+        device=info.device,
+        limits=limits,
+        max_model_len=info.max_model_len,
+        block_size=block_size,
+        kv_blocks=placed.pool.block_count,
+        kv_bytes_per_token=placed.kv_bytes_per_token,
+    )
+
+
+def place_model(
+    proven: ProvenModel,
+    limits: Limits,
+    rules: BatchingTable,
+    *,
+    block_size: int = 16,
+    kv_memory: KvMemory = "auto",
+) -> PlacedModel:
+    """Size the KV memory for batches of these limits and let the model compute on it.
+
+    Raises ModelError where it has no place.
+    """
+    info, model = proven.info, proven.model
+    token_bytes = bytes_per_token(proven.calls, model.dtype)
     block_count = _block_count(
         info, limits, kv_memory, block_size, token_bytes, free_bytes=_free_bytes(info.device)
     )
-    pool = KvPool(calls, block_count, block_size, model.dtype, model.device)
+    host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
+    pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
     attention = TorchPagedAttention(pool, model.device)
     attach(model, attention)
-    scheduler = Scheduler(Blocks(block_count, block_size, prefix_cache), limits, open_text)
     tokens = block_count * block_size
     log.info(
         "KV memory: %.1f MiB, room for %s tokens of %s bytes",
@@ -238,16 +315,68 @@ def open_engine(
         f"{tokens:,}",
         f"{token_bytes:,}",
     )
-    return LoadedEngine(
-        engine=Engine(scheduler, TransformersRunner(model, attention, model.device)),
-        dtype=info.dtype,
-        device=info.device,
-        limits=limits,
-        max_model_len=info.max_model_len,
-        block_size=block_size,
-        kv_blocks=block_count,
-        kv_bytes_per_token=token_bytes,
+    return PlacedModel(info, model, attention, pool, host_blocks, token_bytes)
+
+
+def build_engine(
+    placed: PlacedModel,
+    limits: Limits,
+    rules: BatchingTable,
+    open_text: OpenText,
+    *,
+    prefix_cache: bool = True,
+    ahead: bool = True,
+    duplicates: Duplicates | None = None,
+    tuning: Tuning | None = None,
+) -> Engine:
+    """Build an engine that begins with an empty KV memory; whoever used it before is done."""
+    pool, model = placed.pool, placed.model
+    scheduler = make_scheduler(
+        rules,
+        Blocks(pool.block_count, pool.block_size, prefix_cache),
+        limits,
+        open_text,
+        host_blocks=placed.host_blocks,
+        costs=_costs(pool, placed.host_blocks),
+        ahead=ahead,
     )
+    runner = TransformersRunner(model, placed.attention, model.device, pool)
+    return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
+
+
+def _host_block_count(rules: BatchingTable, device: str, block_bytes: int, block_count: int) -> int:
+    if rules.preemption == "recompute":
+        return 0
+    free_bytes = available_memory()
+    spare_bytes = int(_SWAP_SHARE[device.partition(":")[0]] * free_bytes)
+    count = swap_block_count(
+        rules.swap_memory,
+        block_bytes=block_bytes,
+        kv_blocks=block_count,
+        spare_bytes=min(spare_bytes, _SWAP_BYTES),
+        free_bytes=free_bytes,
+    )
+    log.info(
+        "swap memory: %.1f MiB of the host, room for %s of %s blocks",
+        count * block_bytes / 2**20,
+        f"{count:,}",
+        f"{block_count:,}",
+    )
+    return count
+
+
+def _costs(pool: KvPool, host_blocks: int) -> Costs:
+    """Start with the measured cost of a copy; that of computing is learnt with the first rows."""
+    count = min(host_blocks, pool.block_count, _TRIED_BLOCKS)
+    if count == 0:
+        return Costs()
+    places = list(range(count))
+    # the first time also pays for memory that was never touched
+    pool.swap_out(places, places)
+    started = time.perf_counter()
+    pool.swap_out(places, places)
+    pool.swap_in(places, places)
+    return Costs((time.perf_counter() - started) / (2 * count))
 
 
 def estimate_kv_blocks(
@@ -288,8 +417,9 @@ def resolve_limits(
     token_budget: AutoInt,
     chunk_size: AutoInt,
     lookahead: AutoInt,
+    schedule_every: int = 1,
 ) -> Limits:
-    """Fill in the bounds of a step that the settings leave to the machine."""
+    """Fill in the bounds of a step that the settings leave to the machine, to start with."""
     kind = device.partition(":")[0]
     batch = _BATCH_SIZE[kind] if max_batch_size == "auto" else max_batch_size
     budget = max(batch, _TOKEN_BUDGET[kind]) if token_budget == "auto" else token_budget
@@ -300,6 +430,7 @@ def resolve_limits(
         token_budget=budget,
         chunk_size=budget if chunk_size == "auto" else chunk_size,
         lookahead=4 * batch if lookahead == "auto" else lookahead,
+        schedule_every=schedule_every,
     )
 
 

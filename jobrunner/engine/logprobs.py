@@ -6,6 +6,7 @@ Shapes: B rows, V vocabulary, L rows whose log-probabilities are wanted, K likel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,32 @@ from jobrunner.records import TokenLogprob
 
 # rows looked at together: bounds the copies of the logits
 _ROWS_AT_ONCE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was found for some rows, still on the device, and how many of the K each row wants.
+
+    `tokens` and what was `chosen` with them are `[L]`; `best` ids and their `logprobs` `[L, K]`.
+    """
+
+    rows: Sequence[int]
+    counts: Sequence[int]
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    best: torch.Tensor
+    logprobs: torch.Tensor
+
+    def to_host(self) -> Looked:
+        """Begin to copy it to the host, which must wait for the device before it reads."""
+        return Looked(
+            self.rows,
+            self.counts,
+            self.tokens.to("cpu", non_blocking=True),
+            self.chosen.to("cpu", non_blocking=True),
+            self.best.to("cpu", non_blocking=True),
+            self.logprobs.to("cpu", non_blocking=True),
+        )
 
 
 def token_logprobs(
@@ -23,33 +50,47 @@ def token_logprobs(
     Natural logarithms of the softmax of these logits, in float32; -inf where there is no chance.
     None for a row that wants none; no list at all where no row wants any.
     """
+    tokens_B = torch.tensor(tokens, device=logits_BV.device)
+    return read(look(logits_BV, tokens_B, wanted), len(tokens))
+
+
+def look(
+    logits_BV: torch.Tensor, tokens_B: torch.Tensor, wanted: Sequence[int | None]
+) -> list[Looked]:
+    """Find what `token_logprobs` tells, without waiting for the device."""
     rows = [row for row, count in enumerate(wanted) if count is not None]
-    if not rows:
-        return []
-    found: list[TokenLogprob | None] = [None] * len(tokens)
+    found = []
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
-        logits_LV = logits_BV[torch.tensor(some, device=logits_BV.device)].float()
+        rows_L = torch.tensor(some, device=logits_BV.device)
         counts = [wanted[row] or 0 for row in some]
-        for row, logprob in zip(
-            some, _some(logits_LV, [tokens[row] for row in some], counts), strict=True
-        ):
-            found[row] = logprob
+        found.append(_look(some, counts, logits_BV[rows_L].float(), tokens_B[rows_L]))
     return found
 
 
-def _some(
-    logits_LV: torch.Tensor, tokens: Sequence[int], counts: Sequence[int]
-) -> list[TokenLogprob]:
-    chosen_L1 = torch.tensor(tokens, device=logits_LV.device).unsqueeze(1)
+def read(looked: Sequence[Looked], row_count: int) -> list[TokenLogprob | None]:
+    """Read what was found: one for each of so many rows, or nothing at all."""
+    if not looked:
+        return []
+    found: list[TokenLogprob | None] = [None] * row_count
+    for some in looked:
+        best = zip(some.best.tolist(), some.logprobs.tolist(), strict=True)
+        chosen = zip(some.tokens.tolist(), some.chosen.tolist(), strict=True)
+        for row, count, (token, logprob), (ids, values) in zip(
+            some.rows, some.counts, chosen, best, strict=True
+        ):
+            top = tuple(zip(ids[:count], values[:count], strict=True))
+            found[row] = TokenLogprob(token, logprob, top)
+    return found
+
+
+def _look(
+    rows: Sequence[int], counts: Sequence[int], logits_LV: torch.Tensor, tokens_L: torch.Tensor
+) -> Looked:
     best_LK = _likeliest(logits_LV, min(max(counts), logits_LV.shape[1]))
     logprobs_LV = logits_LV.log_softmax(dim=-1)
-    chosen = logprobs_LV.gather(1, chosen_L1).squeeze(1).tolist()
-    best = zip(best_LK.tolist(), logprobs_LV.gather(1, best_LK).tolist(), strict=True)
-    return [
-        TokenLogprob(token, logprob, tuple(zip(ids[:count], values[:count], strict=True)))
-        for token, logprob, (ids, values), count in zip(tokens, chosen, best, counts, strict=True)
-    ]
+    chosen_L = logprobs_LV.gather(1, tokens_L.unsqueeze(1)).squeeze(1)
+    return Looked(rows, counts, tokens_L, chosen_L, best_LK, logprobs_LV.gather(1, best_LK))
 
 
 def _likeliest(logits_LV: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How much memory the KV pool may take. Knows nothing of models or tensors."""
+"""How much memory KV may take, on the device and the host. Knows nothing of models or tensors."""
 
 from __future__ import annotations
 
@@ -46,6 +46,24 @@ def kv_block_count(
             hint="raise batching.kv_memory, or lower batching.block_size",
         )
     return count
+
+
+def swap_block_count(
+    swap_memory: KvMemory, *, block_bytes: int, kv_blocks: int, spare_bytes: int, free_bytes: int
+) -> int:
+    """Return how many blocks of host memory take what is swapped out.
+
+    `auto` takes as many as the pool has, at most `spare_bytes`; a size in bytes is taken as it
+    is, too little for a block means none. Raises ModelError where more is asked for than is free.
+    """
+    if swap_memory == "auto":
+        return min(kv_blocks, spare_bytes // block_bytes)
+    if swap_memory > free_bytes:
+        raise ModelError(
+            f"batching.swap_memory is {swap_memory:,} bytes, free are {free_bytes:,}",
+            hint='lower it, or leave it at "auto"',
+        )
+    return swap_memory // block_bytes
 
 
 def check_fits(weight_bytes: int, block_bytes: int, free_bytes: int) -> None:

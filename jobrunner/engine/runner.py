@@ -1,10 +1,12 @@
 """Run a plan through a transformers model. Knows nothing of queues, blocks' owners or text.
 
-Shapes: T tokens of the packed row, B rows of logits, V vocabulary.
+Shapes: T tokens of the packed row, F those of them that only the device knows, B rows of
+logits, V vocabulary.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,21 +15,28 @@ from dataclasses import dataclass
 import torch
 
 from jobrunner.engine.attention.hook import Attention, Piece
-from jobrunner.engine.logprobs import token_logprobs
-from jobrunner.engine.sampler import sample
+from jobrunner.engine.kv import KvPool
+from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
+from jobrunner.engine.sampler import sample, sample_on_device
 from jobrunner.engine.scheduler import Chunk, Drawn, Plan
 from jobrunner.engine.sequence import Sequence as Running
+from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One row of tokens for one forward pass, and the rows of which logits are wanted."""
+    """One row of tokens for one forward pass, and the rows of which logits are wanted.
+
+    `follows` are the places of tokens that are only known on the device: in this row, and among
+    the tokens that the pass before drew.
+    """
 
     tokens: array[int]
     positions: array[int]
     pieces: Sequence[Piece]
     logit_rows: Sequence[int]
+    follows: Sequence[tuple[int, int]] = ()
 
 
 def pack(chunks: Sequence[Chunk]) -> Packed:
@@ -43,23 +52,42 @@ def pack(chunks: Sequence[Chunk]) -> Packed:
     tokens, positions = array("q"), array("q")
     pieces: list[Piece] = []
     last_row = [0] * len(chunks)
+    follows: list[tuple[int, int]] = []
     for index in sorted(range(len(chunks)), key=single_first):
         chunk = chunks[index]
         tokens.extend(chunk.sequence.tokens[chunk.start : chunk.stop])
         positions.extend(range(chunk.start, chunk.stop))
         pieces.append(Piece(chunk.start, chunk.stop, chunk.sequence.blocks))
         last_row[index] = len(tokens) - 1
+        if chunk.sequence.unknown and (drawn_at := chunk.follows) is not None:
+            follows.append((last_row[index], drawn_at))
     logit_rows = [row for row, chunk in zip(last_row, chunks, strict=True) if chunk.samples]
-    return Packed(tokens, positions, pieces, logit_rows)
+    return Packed(tokens, positions, pieces, logit_rows, follows)
 
 
 class TransformersRunner:
-    """Runs plans on a model to which `attention` is attached."""
+    """Runs plans on a model to which `attention` is attached; copies within `pool`.
 
-    def __init__(self, model: torch.nn.Module, attention: Attention, device: torch.device) -> None:
+    `ahead` where the device computes beside the host: then a plan may be launched that goes on
+    with tokens which are still on the device.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        attention: Attention,
+        device: torch.device,
+        pool: KvPool | None = None,
+        *,
+        ahead: bool | None = None,
+    ) -> None:
         self._model = model
+        self._pool = pool
         self._attention = attention
         self._device = device
+        self.ahead = device.type == "cuda" if ahead is None else ahead
+        # by the launch before
+        self._drawn_B = torch.empty(0, dtype=torch.int64, device=device)
 
     def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
@@ -68,10 +96,39 @@ class TransformersRunner:
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
         # a device tells of its failures when it is next waited for, here or there
         with _device_failures():
+            copy_s = self._copy(plan.copies)
+            if not plan.chunks:
+                return Drawn(copy_s=copy_s)
+            started = time.perf_counter()
             logits_BV = self.logits(pack(plan.chunks))[: len(sampling)]
-            _check_finite(logits_BV, sampling)
+            _check_finite(_finite(logits_BV), sampling)
             tokens = sample(logits_BV, draws)
-            return Drawn(tokens, token_logprobs(logits_BV, tokens, wanted))
+            logprobs = token_logprobs(logits_BV, tokens, wanted)
+            return Drawn(tokens, logprobs, copy_s, time.perf_counter() - started)
+
+    def launch(self, plan: Plan) -> Launched:
+        """Begin with a plan; the tokens that it draws stay on the device for the next one."""
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        draws = [sequence.draw for sequence in sampling]
+        wanted = [draw.sampling.logprobs if draw else None for draw in draws]
+        with _device_failures():
+            copy_s = self._copy(plan.copies)
+            begun = _Moment(self._device)
+            if not plan.chunks:
+                return Launched(copy_s, begun, begun)
+            logits_BV = self.logits(pack(plan.chunks))[: len(sampling)]
+            # logits that are not finite may lead past the vocabulary, and stop all before they tell
+            most = logits_BV.shape[1] - 1
+            self._drawn_B = sample_on_device(logits_BV, draws).clamp(max=most)
+            return Launched(
+                copy_s,
+                begun,
+                sampling=sampling,
+                tokens=self._drawn_B.to("cpu", non_blocking=True),
+                finite=_finite(logits_BV).to("cpu", non_blocking=True),
+                looked=[some.to_host() for some in look(logits_BV, self._drawn_B, wanted)],
+                done=_Moment(self._device),
+            )
 
     def logits(self, packed: Packed) -> torch.Tensor:
         """Compute a packed row; return the logits of its `logit_rows` in float32, `[B, V]`.
@@ -82,15 +139,84 @@ class TransformersRunner:
         rows = torch.tensor(packed.logit_rows or [0], device=self._device)
         with torch.inference_mode():
             logits_1BV = self._model(
-                input_ids=self._row(packed.tokens),
+                input_ids=self._tokens(packed),
                 position_ids=self._row(packed.positions),
                 use_cache=False,
                 logits_to_keep=rows,
             ).logits
             return logits_1BV[0].float()
 
+    def _copy(self, copies: Sequence[Copy]) -> float:
+        """Swap blocks in the order of the plan; return the seconds that this took."""
+        if not copies:
+            return 0.0
+        assert self._pool is not None, "a plan has copies, the runner has no pool to copy in"
+        self._wait()
+        started = time.perf_counter()
+        for copy in copies:
+            swap = self._pool.swap_out if copy.out else self._pool.swap_in
+            swap(copy.device_blocks, copy.host_blocks)
+        self._wait()
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _tokens(self, packed: Packed) -> torch.Tensor:
+        tokens_1T = self._row(packed.tokens)
+        if not packed.follows:
+            return tokens_1T
+        follows_F2 = torch.tensor(packed.follows, device=self._device)
+        drawn_1F = self._drawn_B[follows_F2[:, 1]].unsqueeze(0)
+        return tokens_1T.index_copy(1, follows_F2[:, 0], drawn_1F)
+
     def _row(self, numbers: array[int]) -> torch.Tensor:
         return torch.frombuffer(numbers, dtype=torch.int64).to(self._device).unsqueeze(0)
+
+
+class _Moment:
+    """A point in the work of a device, and when it got there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._at_s = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: _Moment) -> float:
+        """Seconds of the device's time, which must have got to both."""
+        if self._event is None or earlier._event is None:
+            return self._at_s - earlier._at_s
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a device is computing, and where on the host it will be: `tokens`, `finite`, `[B]`."""
+
+    copy_s: float
+    begun: _Moment
+    done: _Moment
+    sampling: Sequence[Running] = ()
+    tokens: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
+    looked: Sequence[Looked] = ()
+
+    def collect(self) -> Drawn:
+        """Wait for it; return one sampled token per sampling chunk, in the order of the plan."""
+        if self.tokens is None or self.finite is None:
+            return Drawn(copy_s=self.copy_s)
+        with _device_failures():
+            self.done.wait()
+            _check_finite(self.finite, self.sampling)
+            logprobs = read(self.looked, len(self.sampling))
+            return Drawn(self.tokens.tolist(), logprobs, self.copy_s, self.done.since(self.begun))
 
 
 @contextmanager
@@ -104,11 +230,15 @@ def _device_failures() -> Iterator[None]:
         ) from error
 
 
-def _check_finite(logits_BV: torch.Tensor, sampling: Sequence[Running]) -> None:
-    """Stop before a token is drawn from nothing: what is not finite spreads through the KV pool."""
-    if not len(sampling) or bool(logits_BV.amax(dim=-1).isfinite().all()):
+def _finite(logits_BV: torch.Tensor) -> torch.Tensor:
+    return logits_BV.amax(dim=-1).isfinite()
+
+
+def _check_finite(finite_B: torch.Tensor, sampling: Sequence[Running]) -> None:
+    """Stop before a token from nothing is booked: what is not finite spreads in the KV pool."""
+    if bool(finite_B.all()):
         return
-    broken = (~logits_BV.amax(dim=-1).isfinite()).nonzero().flatten().tolist()
+    broken = (~finite_B).nonzero().flatten().tolist()
     rows = [sampling[place].request.id for place in broken]
     raise InfrastructureError(
         f"the model gives logits that are not finite for {rows[0]} and {len(rows) - 1} more",

@@ -28,7 +28,13 @@ def uniform(draw_key: bytes, position: int) -> float:
 
 
 def sample(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
-    """Draw the token of each row: the likeliest at temperature 0, else by its keyed draw.
+    """Draw the token of each row, as `sample_on_device` does."""
+    tokens: list[int] = sample_on_device(logits_BV, draws).tolist()
+    return tokens
+
+
+def sample_on_device(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
+    """Draw the token of each row: the likeliest at temperature 0, else by its keyed draw; `[B]`.
 
     None stands for the likeliest without any rule, and costs nothing but that.
 
@@ -50,8 +56,7 @@ def sample(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
             penalise(logits_SV, some)
             forbid_ends(logits_SV, some)
             tokens_B[rows_S] = choose(logits_SV, some)
-    tokens: list[int] = tokens_B.tolist()
-    return tokens
+    return tokens_B
 
 
 def _likeliest(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

@@ -7,14 +7,21 @@ from array import array
 from jobrunner.engine.blocks import chain_digest
 from jobrunner.engine.draws import Draw, is_plain, occurrences
 from jobrunner.engine.stopping import Stopping
-from jobrunner.records import Request, TokenLogprob
+from jobrunner.records import Request, Sampling, TokenLogprob
+
+# multiples of these fall evenly between two whole numbers, however many there are
+_GOLDEN = (5**0.5 - 1) / 2
+_SILVER = 2**0.5 - 1
+# no token has this id
+_UNKNOWN = -1
 
 
 class Sequence:
     """Tokens known, tokens computed, and the blocks that hold the computed ones.
 
     `computed` catches up with `len(tokens)`: a prompt, a resumed text and one sampled token
-    are the same thing to the engine, tokens that are not computed yet.
+    are the same thing to the engine, tokens that are not computed yet. The last of them may be
+    `unknown`: a device draws them, or has drawn them, and nobody has read them back.
     """
 
     def __init__(self, request: Request, stopping: Stopping, arrived_at: float) -> None:
@@ -23,6 +30,9 @@ class Sequence:
         self.tokens = array("q", request.prompt)
         self.prompt_length = len(self.tokens)
         self.tokens.extend(request.output)
+        self.unknown = 0
+        # of those that the launched step draws, the first is 0: the one that is its own
+        self.drawn_at = -1
         # those of the output, where they are wanted
         self.logprobs = _logprobs(request)
         # of its tokens, where penalties ask for them
@@ -36,6 +46,14 @@ class Sequence:
         # pieces that were prefilled, those after a preemption too
         self.chunks = 0
         self.blocks: list[int] = []
+        # in host memory, one for each block that held computed tokens when it was swapped out
+        self.host_blocks: list[int] = []
+        self.preemptions = 0
+        # tokens found in the prefix cache when it was last admitted, nothing if it was swapped out
+        self.cached = 0
+        self.length_bounds = length_bounds(request.sampling)
+        # where it stands among all rows if nothing else is known, evenly spread over 0 to 1
+        self.place = (request.id.index * _GOLDEN + request.sample * _SILVER) % 1.0
         self.digests: list[bytes] = []
         self.slot: int | None = None
         self.admission = -1
@@ -55,13 +73,24 @@ class Sequence:
         return self.computed >= self.prefill_end
 
     @property
+    def known(self) -> int:
+        """How many of the tokens are known."""
+        return len(self.tokens) - self.unknown
+
+    @property
     def output(self) -> array[int]:
-        """The tokens generated so far, those of an earlier run included."""
-        return self.tokens[self.prompt_length :]
+        """The known tokens generated so far, those of an earlier run included."""
+        return self.tokens[self.prompt_length : self.known]
 
     @property
     def output_length(self) -> int:
+        """Tokens generated so far, the unknown ones included."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def at_limit(self) -> bool:
+        """Whether its text ends with the last token, whatever that turns out to be."""
+        return self.output_length >= self.request.sampling.max_new_tokens
 
     @property
     def draw(self) -> Draw | None:
@@ -83,9 +112,24 @@ class Sequence:
         del self.tokens[self.prompt_length + output_length :]
         del self.logprobs[output_length:]
 
+    def expect(self, drawn_at: int) -> None:
+        """Keep a place for the token that the launched step draws as its `drawn_at`-th."""
+        self.tokens.append(_UNKNOWN)
+        self.unknown += 1
+        self.drawn_at = drawn_at
+
+    def forget_unknown(self) -> None:
+        """Drop the places of tokens that nobody will read: the text has ended before them."""
+        del self.tokens[self.known :]
+        self.unknown = 0
+
     def append(self, token: int, now: float, logprob: TokenLogprob | None = None) -> None:
-        """Add a sampled token and note when it came."""
-        self.tokens.append(token)
+        """Add a sampled token, in its place if one was kept, and note when it came."""
+        if self.unknown:
+            self.tokens[-self.unknown] = token
+            self.unknown -= 1
+        else:
+            self.tokens.append(token)
         if self.occurrences is not None:
             self.occurrences.add(token)
         if logprob is not None:
@@ -95,6 +139,13 @@ class Sequence:
         else:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_at)
         self.last_token_at = now
+
+
+def length_bounds(sampling: Sampling) -> tuple[int, int]:
+    """The least and the most output tokens that the sampling allows."""
+    most = sampling.max_new_tokens
+    ends_early = sampling.stop_ids or sampling.stop or sampling.stop_on_repetition
+    return (min(sampling.min_new_tokens, most) if ends_early else most), most
 
 
 def _logprobs(request: Request) -> list[TokenLogprob]:

@@ -97,6 +97,14 @@ def test_numbers_of_steps_equal_their_definitions(observed: list[Step], slots: i
     assert sum(found.batch_size_histogram) == len(busy)
 
 
+def test_answers_of_equal_rows_are_counted_and_generate_no_tokens() -> None:
+    stats = fresh()
+    stats.observe(Step(batch_size=1, output_tokens=1, duplicates=2), 1.0)
+    stats.observe(Step(duplicates=3), 2.0)
+    found = stats.snapshot(3.0)
+    assert (found.duplicates, found.output_tokens) == (5, 1)
+
+
 def test_idle_step_counts_no_step_but_shows_in_what_is_now() -> None:
     stats = fresh()
     stats.observe(Step(batch_size=4, running=4, tokens_computed=4, step_s=1.0), 1.0)
@@ -178,7 +186,14 @@ def test_rates_are_zero_before_any_time_has_passed() -> None:
     assert stats.snapshot(0.0).output_tokens_per_s == 0.0
 
 
-@given(st.lists(st.tuples(st.floats(1.0, 9.0), st.integers(0, 50)), min_size=1, max_size=60))
+# quarters of a second: their sums are exact
+@given(
+    st.lists(
+        st.tuples(st.integers(4, 36).map(lambda quarters: quarters / 4), st.integers(0, 50)),
+        min_size=1,
+        max_size=60,
+    )
+)
 def test_recent_rate_covers_the_last_seconds_only(moves: list[tuple[float, int]]) -> None:
     stats = fresh()
     now_s, history = 0.0, [(0.0, 0)]
@@ -298,6 +313,14 @@ def test_recomputing_takes_no_time_where_nothing_is_recomputed() -> None:
     stats.observe(Step(tokens_recomputed=5, prefill_tokens=5, batch_size=1, forward_s=1.0), 1.0)
     # how much of the pass that was is not known yet
     assert stats.snapshot(1.0).recompute_s is None
+
+
+def test_swaps_add_to_the_time_lost_to_preemptions() -> None:
+    stats = fresh()
+    stats.observe(Step(batch_size=1, swapped_blocks=3, swap_s=0.25, forward_s=1.0), 1.0)
+    stats.observe(Step(batch_size=1, swapped_blocks=2, swap_s=0.25, forward_s=1.0), 2.0)
+    found = stats.snapshot(2.0)
+    assert (found.swapped_blocks, found.swap_s, found.swap_overhead_s) == (5, 0.5, 0.5)
 
 
 def test_speed_up_is_that_of_the_steps_that_only_decode() -> None:

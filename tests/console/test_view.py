@@ -106,6 +106,11 @@ def test_summary_tells_rows_that_repeated_themselves(snapshot: Snapshot) -> None
     assert line == "  ended    225 by stop (90%), 24 cut by length, 7 by repetition (this run)"
 
 
+def test_summary_tells_how_many_answers_are_those_of_equal_rows(snapshot: Snapshot) -> None:
+    lines = summary(replace(snapshot, duplicates=1200), RESULTS).splitlines()
+    assert "  equal    1,200 answers are those of equal rows (this run)" in lines
+
+
 def test_error_examples_are_shown_as_text_on_one_line_each(snapshot: Snapshot) -> None:
     hostile = replace(
         snapshot,

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.engine.memory import available_memory, check_fits, kv_block_count
+from jobrunner.engine.memory import (
+    available_memory,
+    check_fits,
+    kv_block_count,
+    swap_block_count,
+)
 from jobrunner.errors import ModelError
 
 GIB = 1024**3
@@ -110,3 +115,26 @@ def test_this_machine_has_memory():
 def test_more_than_is_free_is_refused_with_both_figures():
     with pytest.raises(ModelError, match=r"kv_memory is 1,000,000,001 bytes, free are 1,000,000,0"):
         blocks(10**9 + 1)
+
+
+@pytest.mark.parametrize(
+    ("swap_memory", "count"), [("auto", 50), (99, 0), (100, 1), (199, 1), (2_000, 20)]
+)
+def test_swap_memory_is_filled_with_whole_blocks(swap_memory, count: int):
+    found = swap_block_count(
+        swap_memory, block_bytes=100, kv_blocks=90, spare_bytes=5_050, free_bytes=10_000
+    )
+    assert found == count
+
+
+def test_automatic_swap_memory_is_no_larger_than_the_pool():
+    found = swap_block_count(
+        "auto", block_bytes=100, kv_blocks=90, spare_bytes=50_000, free_bytes=100_000
+    )
+    assert found == 90
+
+
+def test_more_swap_memory_than_is_free_is_refused_with_both_figures():
+    with pytest.raises(ModelError) as raised:
+        swap_block_count(2_001, block_bytes=100, kv_blocks=9, spare_bytes=9, free_bytes=2_000)
+    assert str(raised.value) == "batching.swap_memory is 2,001 bytes, free are 2,000"

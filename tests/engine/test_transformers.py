@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from jobrunner.config import BatchingTable
+from jobrunner.engine import loading
 from jobrunner.engine.loading import LoadedEngine, open_engine
+from jobrunner.engine.runner import TransformersRunner
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowId, Sampling, Step, TextStream
 from tests.fakes import FakeRequests, LetterText
@@ -91,8 +95,9 @@ def greedy(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Req
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_generate(
-    name: str, request: pytest.FixtureRequest
+    name: str, preemption: str, request: pytest.FixtureRequest
 ):
     folder: Path = request.getfixturevalue(name)
     prompts = random_prompts(18)
@@ -103,11 +108,23 @@ def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_gen
         for index, prompt in enumerate(prompts)
     ]
     block_bytes = 4 * open_tiny(folder).kv_bytes_per_token
-    steps, done = serve(folder, requests, chunk_size=7, kv_memory=36 * block_bytes)
+    steps, done = serve(
+        folder,
+        requests,
+        chunk_size=7,
+        kv_memory=36 * block_bytes,
+        scheduling=BatchingTable(preemption=preemption),
+        ahead=False,
+    )
     assert [done[index].tokens for index in range(18)] == expected
     assert sum(step.preemptions for step in steps) > 0
     assert sum(step.tokens_cached for step in steps) > 0
-    assert sum(step.tokens_recomputed for step in steps) > 0
+    recomputed, swapped = (
+        sum(step.tokens_recomputed for step in steps),
+        sum(step.swapped_blocks for step in steps),
+    )
+    assert (recomputed > 0, swapped > 0) == (preemption == "recompute", preemption == "swap")
+    assert (sum(step.swap_s for step in steps) > 0) == (preemption == "swap")
     assert any(step.prefill_tokens and step.decode_tokens for step in steps)
 
 
@@ -383,3 +400,70 @@ def test_a_model_in_bfloat16_answers_every_row(tmp_path: Path):
     steps = list(engine.engine.run(FakeRequests(rows)))
     done = [completion for step in steps for completion in step.completions]
     assert [len(completion.tokens) for completion in done] == [NEW_TOKENS] * 5
+
+
+@pytest.fixture
+def host_ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Let engines be one step ahead of a device that is the host itself."""
+    monkeypatch.setattr(loading, "TransformersRunner", partial(TransformersRunner, ahead=True))
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("host_ahead")
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_host_ahead_gives_the_tokens_of_generate(llama: Path, preemption: str):
+    prompts = random_prompts(18)
+    expected = generate(llama, prompts)
+    rows = [
+        greedy(index, prompt, expected[index][: index if index % 4 == 1 else 0])
+        for index, prompt in enumerate(prompts)
+    ]
+    steps, done = serve(
+        llama,
+        rows,
+        chunk_size=7,
+        kv_memory=36 * 4 * open_tiny(llama).kv_bytes_per_token,
+        scheduling=BatchingTable(preemption=preemption),
+        ahead=False,
+    )
+    assert [done[index].tokens for index in range(18)] == expected
+    assert sum(step.preemptions for step in steps) > 0
+    assert sum(step.tokens_cached for step in steps) > 0
+
+
+def test_the_host_ahead_changes_no_row_of_any_kind(llama: Path, request: pytest.FixtureRequest):
+    ends = Sampling(NEW_TOKENS, stop_ids=frozenset(range(0, VOCABULARY, 5)))
+    kinds = [ends, *(each for each in MIXED if each.repetition_penalty == 1)]
+    kinds = [each for each in kinds if each.frequency_penalty == 0]
+    prompts = random_prompts(3 * len(kinds), seed=8)
+    rows = [
+        Request(RowId("s", index), prompt, kinds[index % len(kinds)])
+        for index, prompt in enumerate(prompts)
+    ]
+    _, plain = serve(llama, rows)
+    request.getfixturevalue("host_ahead")
+    steps, ahead = serve(llama, rows)
+    assert sum(step.tokens_padded for step in steps) > 0, "no text ended by itself"
+    for index in range(len(rows)):
+        for name in ("tokens", "finish_reason", "stop_string"):
+            assert getattr(ahead[index], name) == getattr(plain[index], name)
+        said, expected = ahead[index].logprobs, plain[index].logprobs
+        assert [each.token for each in said] == [each.token for each in expected]
+        # the batches are others, so that sums are rounded otherwise
+        assert [each.logprob for each in said] == pytest.approx(
+            [each.logprob for each in expected], abs=1e-4
+        )
+
+
+def test_the_host_ahead_names_the_rows_of_a_broken_model(
+    llama: Path, host_ahead: pytest.MonkeyPatch
+):
+    def broken(*arguments: object) -> torch.Tensor:
+        return torch.full((9, VOCABULARY), torch.nan)
+
+    engine = open_tiny(llama).engine
+    host_ahead.setattr(TransformersRunner, "logits", broken)
+    sampling = Sampling(4, temperature=1.0, logprobs=1, draw_key=b"k")
+    row = Request(RowId("s", 3), [1, 2], sampling)
+    with pytest.raises(InfrastructureError, match="not finite for row 3 of `s`"):
+        list(engine.run(FakeRequests([row])))

@@ -30,6 +30,8 @@ class Draft:
     rendered: Rendered | None = None
     ids: list[int] | None = None
     truncated_tokens: int = 0
+    priority: int = 0
+    arrival_s: float = 0.0
 
     def fail(self, fault: RowFault) -> None:
         self.prompt_tokens = fault.prompt_tokens

@@ -16,6 +16,7 @@ from jobrunner.data.prompts.faults import RowFault
 from jobrunner.data.prompts.material import Materials
 from jobrunner.data.prompts.parameters import RowParameters, effective_generation
 from jobrunner.data.prompts.sampling import Samplings
+from jobrunner.data.prompts.schedule import arrival_of, priority_of
 from jobrunner.data.prompts.tokenizer import Tokenizer
 from jobrunner.records import Completion, Partial, Request, Row, SampleId, TextStream
 
@@ -151,6 +152,8 @@ class Prompts:
             else:
                 material = self._materials.take(row)
                 draft.generation = self._parameters.of(row)
+            draft.priority = priority_of(row, self._input.priority)
+            draft.arrival_s = arrival_of(row, self._input.arrival)
             draft.material = material
         except RowFault as fault:
             draft.fail(fault)
@@ -182,6 +185,8 @@ class Prompts:
                 samples=len(samplings),
                 truncated_tokens=draft.truncated_tokens,
                 logprobs=saved.logprobs if saved else (),
+                priority=draft.priority,
+                arrival_s=draft.arrival_s,
             )
             requests.append(request)
         return requests

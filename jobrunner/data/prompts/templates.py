@@ -25,7 +25,7 @@ def needed_columns(table: InputTable) -> tuple[str, ...]:
 
     Raises ConfigError where a template is none.
     """
-    named = [table.tools, *table.params]
+    named = [table.tools, *table.params, table.priority, table.arrival]
     for key in ("template", "prefill"):
         source = getattr(table, key)
         if source is not None:

@@ -1,0 +1,264 @@
+"""Put new rows into the order in which they start. Knows no slots, no bands and no clock."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol
+
+from jobrunner.engine.sequence import Sequence
+from jobrunner.records import Request
+
+# prompts that are equal for so many blocks count as equal
+_MOST_BLOCKS = 256
+# of dead entries, before a heap is built anew
+_MOST_DEAD = 64
+# times the mean number of steps: such a row is a long one
+_LONG = 3.0
+# mean prompts
+_MOST_AHEAD = 4.0
+
+
+class Predictor(Protocol):
+    """Expects how many tokens a request will generate."""
+
+    def expect(self, request: Request) -> float: ...
+
+
+class Order(Protocol):
+    """A queue with a next one, from which anyone may be removed."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Sequence]: ...
+
+    def add(self, sequence: Sequence) -> None: ...
+
+    def first(self) -> Sequence | None:
+        """Return who is next, without removing it; None if nobody is there."""
+
+    def remove(self, sequence: Sequence) -> None: ...
+
+
+class Line:
+    """Sequences by key, those of one key in the order in which they came.
+
+    A heap in which whoever was removed stays until it comes up or until such are the most.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Any, int, Sequence]] = []
+        self._keys: dict[Sequence, tuple[Any, int]] = {}
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._keys)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._keys
+
+    def add(self, sequence: Sequence, key: Any) -> None:
+        self._keys[sequence] = (key, self._added)
+        heapq.heappush(self._heap, (key, self._added, sequence))
+        self._added += 1
+
+    def key(self, sequence: Sequence) -> Any:
+        return self._keys[sequence][0]
+
+    def first(self) -> Sequence | None:
+        while self._heap:
+            _, number, sequence = self._heap[0]
+            known = self._keys.get(sequence)
+            if known is not None and known[1] == number:
+                return sequence
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._keys[sequence]
+        if len(self._heap) > 2 * len(self._keys) + _MOST_DEAD:
+            self._heap = [(key, number, s) for s, (key, number) in self._keys.items()]
+            heapq.heapify(self._heap)
+
+
+class Sorted:
+    """The order of a key that is known when a row comes."""
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._line = Line()
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._line)
+
+    def add(self, sequence: Sequence) -> None:
+        self._line.add(sequence, self._key(sequence))
+
+    def first(self) -> Sequence | None:
+        return self._line.first()
+
+    def remove(self, sequence: Sequence) -> None:
+        self._line.remove(sequence)
+
+
+class InputOrder(Sorted):
+    """Who comes first starts first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda sequence: 0)
+
+
+class PrefixOrder:
+    """Rows with equal leading blocks start together.
+
+    Sorted by the digests of their blocks, rows stand in the order of a walk through the tree of
+    prefixes, at every depth. The walk goes on where it stands when rows come, and begins again
+    at its end, so that no row is passed over for longer than a round.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._ahead = Line()
+        self._behind = Line()
+        self._place = b""
+
+    def __len__(self) -> int:
+        return len(self._ahead) + len(self._behind)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._ahead
+        yield from self._behind
+
+    def add(self, sequence: Sequence) -> None:
+        place = self._place_of(sequence)
+        line = self._ahead if place >= self._place else self._behind
+        line.add(sequence, place)
+
+    def first(self) -> Sequence | None:
+        if not self._ahead:
+            self._ahead, self._behind = self._behind, self._ahead
+            self._place = b""
+        return self._ahead.first()
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence is self._ahead.first():
+            self._place = self._ahead.key(sequence)
+        (self._ahead if sequence in self._ahead else self._behind).remove(sequence)
+
+    def _place_of(self, sequence: Sequence) -> bytes:
+        count = min(_MOST_BLOCKS, sequence.prompt_length // self._block_size)
+        return b"".join(sequence.chain(count, self._block_size))
+
+
+class AutoOrder:
+    """Long rows first, both kinds of work in every step, equal prefixes together.
+
+    1. A row that is expected to take over three times as many steps as rows take on the average
+       goes before the others, the longest first: a long one that starts late would run on alone.
+    2. The others stand on two sides: those with more prompt for their expected output than the
+       average, and those with less. Next is one of the side that is behind, so that a step has
+       both prompts to fill its tokens and outputs to fill its slots.
+    3. On each side equal prefixes stand together (`PrefixOrder`), so that what they share is
+       computed, and not yet forgotten, when they start.
+
+    Where all rows look alike, only the third makes a difference.
+    """
+
+    def __init__(self, block_size: int, chunk_size: int, predictor: Predictor) -> None:
+        self._chunk_size = chunk_size
+        self._predictor = predictor
+        self._long = Line()
+        self._prompt_heavy = PrefixOrder(block_size)
+        self._output_heavy = PrefixOrder(block_size)
+        self._side: dict[Sequence, PrefixOrder] = {}
+        # of all rows
+        self._rows = 0
+        self._steps = 0.0
+        # of those on the sides
+        self._prompts = 0.0
+        self._outputs = 0.0
+        # prompt tokens beyond those that go with the output of the rows that have started
+        self._prompts_ahead = 0.0
+
+    def __len__(self) -> int:
+        return len(self._long) + len(self._side)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._long
+        yield from self._side
+
+    def add(self, sequence: Sequence) -> None:
+        prompt, output = sequence.prompt_length, self._output(sequence)
+        steps = prompt / self._chunk_size + output
+        self._rows += 1
+        self._steps += steps
+        if steps > _LONG * self._steps / self._rows:
+            self._long.add(sequence, -steps)
+            return
+        self._prompts += prompt
+        self._outputs += output
+        heavy = prompt * self._outputs > output * self._prompts
+        side = self._prompt_heavy if heavy else self._output_heavy
+        self._side[sequence] = side
+        side.add(sequence)
+
+    def first(self) -> Sequence | None:
+        if self._long:
+            return self._long.first()
+        sides = (self._prompt_heavy, self._output_heavy)
+        behind, ahead = sides if self._prompts_ahead <= 0 else reversed(sides)
+        return behind.first() or ahead.first()
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._long:
+            self._long.remove(sequence)
+            return
+        self._side.pop(sequence).remove(sequence)
+        # the prompt that goes with so much output on the average
+        usual = self._output(sequence) * self._prompts / self._outputs
+        ahead = self._prompts_ahead + sequence.prompt_length - usual
+        # one side alone must not run up a debt that the other pays back later
+        most = _MOST_AHEAD * self._prompts / self._rows
+        self._prompts_ahead = max(-most, min(most, ahead))
+
+    def _output(self, sequence: Sequence) -> float:
+        return max(1.0, self._predictor.expect(sequence.request))
+
+
+class MostTokens:
+    """Expects that every text gets as long as it may."""
+
+    def expect(self, request: Request) -> float:
+        return request.sampling.max_new_tokens
+
+
+def order_named(
+    name: Literal["auto", "input", "longest", "shortest", "prefix"],
+    *,
+    block_size: int,
+    chunk_size: int,
+    predictor: Predictor | None = None,
+) -> Callable[[], Order]:
+    """Return what makes a queue in the order that a job file names.
+
+    `longest` and `shortest` go by the tokens of prompt and expected output.
+    """
+    expects = predictor or MostTokens()
+
+    def work(sequence: Sequence) -> float:
+        return sequence.prompt_length + expects.expect(sequence.request)
+
+    orders: dict[str, Callable[[], Order]] = {
+        "auto": lambda: AutoOrder(block_size, chunk_size, expects),
+        "input": InputOrder,
+        "longest": lambda: Sorted(lambda sequence: -work(sequence)),
+        "shortest": lambda: Sorted(work),
+        "prefix": lambda: PrefixOrder(block_size),
+    }
+    return orders[name]

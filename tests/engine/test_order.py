@@ -1,0 +1,217 @@
+"""The order in which new rows start: what is promised, against sorting a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobrunner.engine.order import (
+    AutoOrder,
+    InputOrder,
+    Line,
+    MostTokens,
+    Order,
+    PrefixOrder,
+    order_named,
+)
+from jobrunner.engine.sequence import Sequence as Row
+from jobrunner.engine.stopping import Stopping
+from jobrunner.records import Request, RowId, Sampling
+from tests.fakes import LetterText
+
+NAMES = ("auto", "input", "longest", "shortest", "prefix")
+BLOCK = 4
+
+
+def row(index: int, prompt: Sequence[int] = (1,), output: int = 1) -> Row:
+    request = Request(RowId("s", index), prompt, Sampling(output))
+    return Row(request, Stopping(request.sampling, lambda: LetterText(str)), 0.0)
+
+
+def index_of(sequence: Row | None) -> int:
+    assert sequence is not None
+    return sequence.request.id.index
+
+
+def drained(order: Order) -> list[int]:
+    """Take out everybody, the first first."""
+    found = []
+    while (first := order.first()) is not None:
+        order.remove(first)
+        found.append(index_of(first))
+    assert len(order) == 0
+    return found
+
+
+def made(name, predictor=None) -> Order:
+    return order_named(name, block_size=BLOCK, chunk_size=8, predictor=predictor)()
+
+
+rows_strategy = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=13), st.integers(1, 40)),
+    max_size=20,
+)
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(NAMES), rows=rows_strategy, choices=st.lists(st.integers(0, 99)))
+def test_everybody_comes_up_once_whoever_else_is_removed(name, rows, choices):
+    order = made(name)
+    waiting: dict[int, Row] = {}
+    rest = [row(index, *each) for index, each in enumerate(rows)]
+    for choice in [*choices, *[0] * len(rest)]:
+        if rest and choice % 2 == 0:
+            came = rest.pop(0)
+            order.add(came)
+            waiting[index_of(came)] = came
+        elif waiting and choice % 3 == 0:
+            order.remove(waiting.pop(sorted(waiting)[choice % len(waiting)]))
+        elif waiting:
+            first = order.first()
+            order.remove(first)
+            assert waiting.pop(index_of(first)) is first
+        assert len(order) == len(waiting)
+        assert {index_of(each) for each in order} == waiting.keys()
+        assert (order.first() is None) == (not waiting)
+    assert sorted(drained(order)) == sorted(waiting)
+
+
+@settings(deadline=None)
+@given(rows=rows_strategy)
+def test_longest_and_shortest_go_by_all_tokens_and_equal_ones_by_the_input(rows):
+    work = [len(prompt) + output for prompt, output in rows]
+    for name, sign in (("longest", -1), ("shortest", 1)):
+        order = made(name)
+        for index, each in enumerate(rows):
+            order.add(row(index, *each))
+        expected = sorted(range(len(rows)), key=lambda index: sign * work[index])
+        assert drained(order) == expected
+
+
+def test_the_expected_output_is_what_a_predictor_says():
+    class Backwards:
+        def expect(self, request: Request) -> float:
+            return -request.id.index
+
+    order = made("longest", Backwards())
+    for index in range(3):
+        order.add(row(index, output=index + 1))
+    assert drained(order) == [0, 1, 2]
+
+
+def test_input_order_is_that_of_arrival():
+    order = InputOrder()
+    for index in (3, 1, 2):
+        order.add(row(index))
+    assert drained(order) == [3, 1, 2]
+
+
+@settings(deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), max_size=25))
+def test_rows_of_one_prefix_stand_together_at_every_depth(prompts):
+    order = PrefixOrder(BLOCK)
+    for index, prompt in enumerate(prompts):
+        order.add(row(index, prompt))
+    walk = [prompts[index] for index in drained(order)]
+    for depth in (1, 2, 3):
+        leading = [tuple(p[: depth * BLOCK]) for p in walk if len(p) >= depth * BLOCK]
+        changes = sum(one != other for one, other in pairwise(leading))
+        assert changes == max(0, len(set(leading)) - 1)
+
+
+def test_a_row_that_comes_while_its_prefix_runs_joins_it():
+    order = PrefixOrder(BLOCK)
+    for index in range(8):
+        order.add(row(index, [index % 4] * BLOCK + [index]))
+    first = order.first()
+    order.remove(first)
+    order.add(row(8, [*list(first.request.prompt)[:BLOCK], 99]))
+    assert set(drained(order)[:2]) == {8, (index_of(first) + 4) % 8}
+
+
+def test_a_row_equal_to_the_one_that_just_started_is_next():
+    order = PrefixOrder(BLOCK)
+    for index in range(4):
+        order.add(row(index, [index] * BLOCK))
+    first = order.first()
+    order.remove(first)
+    order.add(row(4, first.request.prompt))
+    assert index_of(order.first()) == 4
+
+
+@pytest.mark.parametrize("name", ["prefix", "auto"])
+def test_no_row_waits_for_more_than_two_rounds_of_the_window(name):
+    order = made(name)
+    window = [row(index, [index] * BLOCK) for index in range(8)]
+    for each in window:
+        order.add(each)
+    came, waited = dict.fromkeys(range(8), 0), 0
+    for step in range(1, 200):
+        first = order.first()
+        order.remove(first)
+        waited = max(waited, step - came[index_of(first)])
+        order.add(row(7 + step, [step % 8] * BLOCK))
+        came[7 + step] = step
+    assert waited <= 2 * 8
+
+
+def test_auto_starts_long_rows_at_once_the_longest_first():
+    order = made("auto")
+    for index, output in enumerate([10] * 6 + [100, 10, 200, 10]):
+        order.add(row(index, output=output))
+    assert drained(order)[:2] == [8, 6]
+
+
+def test_auto_with_nothing_known_takes_no_row_for_long():
+    class Same:
+        def expect(self, request: Request) -> float:
+            return 256.0
+
+    order = AutoOrder(BLOCK, 8, Same())
+    plain = PrefixOrder(BLOCK)
+    for index in range(20):
+        order.add(row(index, [index] * BLOCK))
+        plain.add(row(index, [index] * BLOCK))
+    assert drained(order) == drained(plain)
+
+
+def test_auto_takes_prompts_and_outputs_in_turn():
+    order = AutoOrder(BLOCK, 8, MostTokens())
+    kinds = {True: (40, 2), False: (4, 6)}
+    for index in range(40):
+        prompt, output = kinds[index % 2 == 0]
+        order.add(row(index, [index] * prompt, output))
+    taken = [index % 2 == 0 for index in drained(order)]
+    heavy_beyond_half = [sum(taken[:place]) - place / 2 for place in range(41)]
+    assert max(map(abs, heavy_beyond_half)) <= 3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_order_without_rows_has_no_first(name):
+    assert made(name).first() is None
+
+
+def test_a_line_forgets_whom_it_lost():
+    line = Line()
+    rows = [row(index) for index in range(1_000)]
+    for each in rows:
+        line.add(each, 0)
+    for each in rows[1:]:
+        line.remove(each)
+    assert list(line) == [rows[0]]
+    # what a heap still holds of those that were removed is bounded
+    assert len(line._heap) < 100
+
+
+def test_a_row_that_comes_again_stands_where_its_new_key_says():
+    line = Line()
+    one, two = row(1), row(2)
+    line.add(one, 0)
+    line.add(two, 1)
+    line.remove(one)
+    line.add(one, 2)
+    assert line.first() is two

@@ -1,0 +1,220 @@
+"""Predicted output lengths against a slow obvious estimator, and what a user expects of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jobrunner.engine.prediction import LengthPredictor
+from jobrunner.engine.sequence import Sequence as Running
+from jobrunner.engine.stopping import Stopping
+from jobrunner.records import Request, RowId, Sampling
+from tests.fakes import LetterText
+
+STOP_IDS = frozenset({0})
+
+
+def sampling(most: int, least: int = 0, stop_ids: frozenset[int] = STOP_IDS) -> Sampling:
+    return Sampling(most, stop_ids=stop_ids, min_new_tokens=least)
+
+
+def sequence(length: int, how: Sampling, index: int = 0) -> Running:
+    """A sequence that has generated so many tokens."""
+    asked = Request(RowId("s", index), [1], how, output=[5] * length)
+    return Running(asked, Stopping(how, lambda: LetterText(str)), 0.0)
+
+
+def taught(ended: Sequence[int], cut: Sequence[int] = (), running: Sequence[int] = (), margin=0.0):
+    predictor = LengthPredictor(margin)
+    predictor.observe_running(np.array(running, np.int64))
+    for length in ended:
+        predictor.observe(sequence(length, sampling(1_000_000)))
+    for length in cut:
+        predictor.observe(sequence(length, sampling(length)))
+    # whatever has come since the tables were made
+    predictor._build()
+    return predictor
+
+
+def survival(length: int, ended: Sequence[int], others: Sequence[int]) -> float:
+    """P(L > length): of those that reach each length, the share that does not end there."""
+    alive = 1.0
+    for step in range(1, length + 1):
+        reached = sum(value >= step for value in [*ended, *others])
+        if reached:
+            alive *= 1 - ended.count(step) / reached
+    return alive
+
+
+def slow_remaining(
+    length: int, most: int, ended: Sequence[int], others: Sequence[int], margin: float
+) -> float:
+    """The mean of what is left and a share of its deviation, from the chance of each length."""
+    now = survival(length, ended, others)
+    if now == 0:
+        return most - length
+    left = [survival(further, ended, others) / now for further in range(length, most + 1)]
+    chances = [left[k - 1] - left[k] for k in range(1, most - length)]
+    # all who get further than that end at the limit
+    chances.append(left[most - length - 1])
+    mean = sum(chance * k for k, chance in enumerate(chances, 1))
+    square = sum(chance * k * k for k, chance in enumerate(chances, 1))
+    return mean + margin * math.sqrt(max(0.0, square - mean * mean))
+
+
+lengths = st.lists(st.integers(1, 40), max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ended=lengths,
+    cut=lengths,
+    running=lengths,
+    length=st.integers(0, 45),
+    more=st.integers(1, 60),
+    margin=st.sampled_from([0.0, 0.1, 1.0]),
+)
+def test_what_remains_is_the_conditional_mean_and_its_margin(
+    ended, cut, running, length, more, margin
+):
+    most = length + more
+    predictor = taught(ended, cut, running, margin)
+    expected = slow_remaining(length, most, ended, [*cut, *running], margin)
+    found = predictor.remaining(sequence(length, sampling(most)))
+    assert expected - 1e-3 <= found <= expected + 1 + 1e-3 or found == more
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    ended=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
+    bounds=st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 300), st.integers(1, 6000)), min_size=1
+    ),
+)
+def test_a_prediction_keeps_the_bounds_of_its_row(ended, bounds):
+    predictor = taught(ended, margin=0.5)
+    for length, least, most in bounds:
+        how = sampling(length + most, min(least, length + most))
+        remaining = predictor.remaining(sequence(length, how))
+        assert max(1, how.min_new_tokens - length) <= remaining <= most
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    ended=lengths,
+    cut=lengths,
+    rows=st.lists(
+        st.tuples(st.integers(0, 45), st.integers(0, 60), st.integers(1, 60), st.integers(0, 99)),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_a_drawn_length_is_the_first_that_so_many_do_not_outlive(ended, cut, rows):
+    predictor = taught(ended, cut)
+    sequences = []
+    for length, least, more, index in rows:
+        how = sampling(length + more, min(least, length + more))
+        sequences.append(sequence(length, how, index))
+    found = [predictor.draw_remaining(each) for each in sequences]
+    for each, remaining in zip(sequences, found, strict=True):
+        length, (least, most) = each.output_length, each.length_bounds
+        now = survival(length, ended, cut)
+        wanted = now * (1 - each.place)
+        enough = (k for k in range(length + 1, 100) if survival(k, ended, cut) < wanted - 1e-9)
+        total = next(enough, None)
+        if total is None or now == 0:
+            unknown = survival(100, ended, cut)
+            first = min(max(length, 1, *ended, *cut), most)
+            share = 1 - wanted / unknown if unknown > 1e-9 else each.place
+            total = math.floor(first * (most / first) ** share + 1e-9) + 1
+        assert remaining == max(min(total, most), least, length + 1) - length
+    bounds = np.array([each.length_bounds for each in sequences])
+    many = predictor.draw_remaining_of_many(
+        np.array([each.output_length for each in sequences]),
+        *bounds.T,
+        np.array([each.place for each in sequences]),
+    )
+    assert many.tolist() == found
+
+
+def test_drawn_lengths_are_distributed_as_those_that_were_seen():
+    draw = random.Random(3)
+    seen = [max(1, round(draw.lognormvariate(4.5, 1.0))) for _ in range(3000)]
+    predictor = taught(seen)
+    drawn = [predictor.draw_remaining(sequence(0, sampling(9000), index)) for index in range(1000)]
+    for share in (0.1, 0.5, 0.9, 0.99):
+        expected = sorted(seen)[round(share * len(seen))]
+        assert sorted(drawn)[round(share * len(drawn))] == pytest.approx(expected, rel=0.12)
+
+
+def test_before_anything_is_known_all_orders_of_magnitude_are_drawn_alike():
+    predictor = LengthPredictor()
+    drawn = [predictor.draw_remaining(sequence(0, sampling(10_000), row)) for row in range(1000)]
+    for edge, share in ((10, 0.25), (100, 0.5), (1000, 0.75)):
+        assert sum(length <= edge for length in drawn) / 1000 == pytest.approx(share, abs=0.02)
+
+
+def test_before_anything_is_known_a_row_takes_its_limit():
+    assert LengthPredictor().expect(Request(RowId("s", 0), [1], sampling(700))) == 700
+    assert LengthPredictor().remaining(sequence(30, sampling(700))) == 670
+
+
+def test_a_row_that_nothing_can_end_takes_its_limit():
+    predictor = taught([3] * 100)
+    endless = sampling(200, stop_ids=frozenset())
+    assert predictor.remaining(sequence(0, sampling(200))) == 3
+    assert predictor.remaining(sequence(0, endless)) == 200
+
+
+def test_the_tokens_of_an_earlier_run_count_as_output():
+    predictor = taught([10, 30])
+    asked = Request(RowId("s", 0), [1], sampling(99), output=[5] * 20)
+    assert predictor.expect(asked) == 30
+
+
+def test_a_row_that_outlived_all_others_is_not_known_to_end():
+    assert taught([10, 30]).remaining(sequence(30, sampling(99))) == 69
+
+
+def test_rows_cut_at_their_limit_do_not_count_as_that_short():
+    assert taught([], cut=[20] * 50).remaining(sequence(0, sampling(100))) == 100
+    half = taught([10] * 50, cut=[20] * 50)
+    assert half.remaining(sequence(0, sampling(100))) == 55
+
+
+def test_the_short_rows_that_finish_first_do_not_deceive():
+    # of 50 that began together 5 ended so far
+    known = taught([8] * 5, running=[20] * 45)
+    assert known.remaining(sequence(0, sampling(100))) == pytest.approx(0.1 * 8 + 0.9 * 100, abs=1)
+
+
+@pytest.mark.parametrize("length", [1, 128, 129, 1000, 30_000])
+def test_long_lengths_are_known_within_the_width_of_their_bins(length: int):
+    expected = taught([length] * 40).remaining(sequence(0, sampling(100_000)))
+    assert 0.93 * length - 1 <= expected <= 1.07 * length + 1
+
+
+def test_skewed_lengths_are_learnt_within_a_few_percent():
+    draw = random.Random(7)
+    seen = [max(1, round(draw.lognormvariate(4.5, 1.0))) for _ in range(4000)]
+    predictor = taught(seen)
+    for length in (0, 50, 200, 600):
+        longer = [min(each, 2000) - length for each in seen if each > length]
+        found = predictor.remaining(sequence(length, sampling(2000)))
+        assert found == pytest.approx(sum(longer) / len(longer), rel=0.05)
+
+
+def test_lengths_that_change_within_a_job_are_followed():
+    predictor = LengthPredictor(0.0)
+    short, long = sequence(10, sampling(500)), sequence(100, sampling(500))
+    for _ in range(9000):
+        predictor.observe(short)
+    for _ in range(30_000):
+        predictor.observe(long)
+    assert predictor.remaining(sequence(0, sampling(500))) >= 85
