@@ -18,6 +18,7 @@ import click
 from jobrunner.commands.check_report import CheckReport, Column, InputReport, ModelReport
 from jobrunner.commands.check_rows import check_ids, take_census
 from jobrunner.commands.check_view import as_json, text_lines
+from jobrunner.commands.run import share_the_cores
 from jobrunner.config import TABLES, Settings
 from jobrunner.data.input.inputs import Input
 from jobrunner.errors import JobError
@@ -35,6 +36,7 @@ def check_command(
     json: bool,
 ) -> int:
     """Print what is known of a job before it runs; return the exit code."""
+    share_the_cores()
     try:
         settings = load_settings(job, overrides, limit)
         report = examine(settings, rows=rows, load=load, show_progress=sys.stderr.isatty())

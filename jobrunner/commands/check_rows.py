@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,8 +21,8 @@ from jobrunner.records import Completion, Request, Row
 # how many rows without an id of their own are named
 ID_EXAMPLES = 10
 
-# batches of rows that are read and encoded while one is counted
-BATCHES_AHEAD = 4
+# batches of rows that wait for each encoder while one is counted
+BATCHES_AHEAD = 2
 
 Show = Callable[[int], None]
 
@@ -73,15 +74,17 @@ def take_census(job: Job, kv_tokens: int | None, show_progress: bool = False) ->
 def _encoded(
     prompts: Prompts, batches: Iterable[Sequence[Row]]
 ) -> Iterator[tuple[int, list[Request | Completion]]]:
-    """Encode on another thread, a few batches ahead; give the number of rows with each result.
+    """Encode on a thread for each core, a few batches ahead; give the number of rows with each.
 
-    The tokenizer leaves Python to the others while it works.
+    The tokenizer leaves Python to the others while it works. A batch for each core is faster than
+    one batch over all cores, where each waits for the slowest and for Python.
     """
+    encoders = len(os.sched_getaffinity(0))
     ahead: deque[tuple[int, Future[list[Request | Completion]]]] = deque()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(encoders) as pool:
         for rows in batches:
             ahead.append((len(rows), pool.submit(prompts.encode, rows, {})))
-            if len(ahead) > BATCHES_AHEAD:
+            if len(ahead) > BATCHES_AHEAD * encoders:
                 count, encoded = ahead.popleft()
                 yield count, encoded.result()
         for count, encoded in ahead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 
 from jobrunner.config import GenerationTable
 from jobrunner.records import RowId, Sampling
@@ -54,9 +55,14 @@ class Samplings:
         return ends | frozenset(table.stop_token_ids)
 
     def _draw_key(self, row: RowId, seed: int | None, sample: int) -> bytes:
+        # a JSON list keeps the parts apart: no two lists give the same bytes
         if seed is not None:
-            parts: list[object] = [seed, sample]
+            parts = f"[{seed}, {sample}]"
         else:
-            parts = [self._job_seed, row.shard, row.index, sample]
-        # JSON keeps the parts apart: no two lists give the same bytes
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+            parts = f"[{self._job_seed}, {_quoted(row.shard)}, {row.index}, {sample}]"
+        return hashlib.blake2b(parts.encode(), digest_size=16).digest()
+
+
+@lru_cache(maxsize=64)
+def _quoted(text: str) -> str:
+    return json.dumps(text)
