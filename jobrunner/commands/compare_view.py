@@ -15,6 +15,7 @@ from rich.text import Text
 
 from jobrunner.commands.compare_runs import GENERATE, Result, Run
 from jobrunner.commands.compare_texts import Texts
+from jobrunner.commands.figures import number, share
 from jobrunner.console.stats import Snapshot
 
 if TYPE_CHECKING:
@@ -153,9 +154,7 @@ def _generate_lines(comparison: Comparison) -> list[str]:
     if GENERATE not in by_name:
         return []
     ratio = ratios(_base(comparison), by_name[GENERATE])["output_tokens_per_s"]
-    return [
-        f"static has {_number(ratio)} times the output tokens/s of generate on the same batches"
-    ]
+    return [f"static has {number(ratio)} times the output tokens/s of generate on the same batches"]
 
 
 def _texts_line(texts: Texts) -> str:
@@ -172,19 +171,6 @@ def _texts_line(texts: Texts) -> str:
     if unknown:
         found.append(f"{unknown:,} were not looked into")
     return "; ".join(found)
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    """A number with at least so many digits that tell something, and commas."""
-    if value is None:
-        return "-"
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
 
 
 def _mebibytes(value: int | None) -> str:
@@ -204,31 +190,31 @@ def _ours(said: Callable[[Run], str]) -> Said:
 
 _LINES: dict[str, Said] = {
     "max_batch_size": lambda r: f"{r.limits.max_batch_size:,}",
-    "rows/s": lambda r: _number(r.run.snapshot.rows_per_s),
-    "output tokens/s": lambda r: _number(r.run.snapshot.output_tokens_per_s, 4),
-    "total tokens/s": lambda r: _number(r.run.snapshot.total_tokens_per_s, 4),
-    "time, s": lambda r: _number(r.run.snapshot.elapsed_s, 4),
+    "rows/s": lambda r: number(r.run.snapshot.rows_per_s),
+    "output tokens/s": lambda r: number(r.run.snapshot.output_tokens_per_s, 4),
+    "total tokens/s": lambda r: number(r.run.snapshot.total_tokens_per_s, 4),
+    "time, s": lambda r: number(r.run.snapshot.elapsed_s, 4),
     "steps": lambda r: f"{r.run.snapshot.steps:,}",
-    "utilization": lambda r: _share(r.run.snapshot.utilization),
-    "padding efficiency": lambda r: _share(r.run.snapshot.padding_efficiency),
-    "fused fraction": _ours(lambda r: _share(r.snapshot.fused_fraction)),
-    "steps of both kinds": lambda r: _share(r.run.snapshot.both_kinds_share),
-    "batch size, mean": lambda r: _number(r.run.snapshot.batch_size_mean),
+    "utilization": lambda r: share(r.run.snapshot.utilization),
+    "padding efficiency": lambda r: share(r.run.snapshot.padding_efficiency),
+    "fused fraction": _ours(lambda r: share(r.snapshot.fused_fraction)),
+    "steps of both kinds": lambda r: share(r.run.snapshot.both_kinds_share),
+    "batch size, mean": lambda r: number(r.run.snapshot.batch_size_mean),
     "steps by batch size": lambda r: _histogram(r.run.snapshot.batch_size_histogram),
     "preemptions": lambda r: f"{r.run.snapshot.preemptions:,}",
     "tokens computed again": lambda r: f"{r.run.snapshot.tokens_recomputed:,}",
-    "swap overhead, s": _ours(lambda r: _number(r.snapshot.swap_overhead_s)),
+    "swap overhead, s": _ours(lambda r: number(r.snapshot.swap_overhead_s)),
     "prompt tokens cached": lambda r: f"{r.run.snapshot.tokens_cached:,}",
-    "row latency, p50 s": lambda r: _number(r.run.snapshot.latency_p50_s),
-    "row latency, p95 s": lambda r: _number(r.run.snapshot.latency_p95_s),
-    "row latency, p99 s": lambda r: _number(r.run.snapshot.latency_p99_s),
-    "longest token gap, s": lambda r: _number(r.run.snapshot.longest_gap_s),
-    "first token, p50 s": lambda r: _number(r.run.first_token.p50_s),
-    "first token, p99 s": lambda r: _number(r.run.first_token.p99_s),
+    "row latency, p50 s": lambda r: number(r.run.snapshot.latency_p50_s),
+    "row latency, p95 s": lambda r: number(r.run.snapshot.latency_p95_s),
+    "row latency, p99 s": lambda r: number(r.run.snapshot.latency_p99_s),
+    "longest token gap, s": lambda r: number(r.run.snapshot.longest_gap_s),
+    "first token, p50 s": lambda r: number(r.run.first_token.p50_s),
+    "first token, p99 s": lambda r: number(r.run.first_token.p99_s),
     "peak KV memory, MiB": lambda r: _mebibytes(r.run.kv_peak_bytes),
     "peak memory, MiB": lambda r: _mebibytes(r.run.peak_bytes),
     "of it for steps, MiB": lambda r: _mebibytes(r.run.grown_bytes),
-    "cost per row": lambda r: _number(r.run.snapshot.cost_per_row),
+    "cost per row": lambda r: number(r.run.snapshot.cost_per_row),
 }
 # of no use where nothing of it occurred
 _IF_ANY = ("preemptions", "tokens computed again", "swap overhead, s", "cost per row")
@@ -249,6 +235,6 @@ def _table(comparison: Comparison) -> Table:
     compared = [ratios(result, base) for result in comparison.results]
     table.add_section()
     for label, name in _COMPARED.items():
-        values = [_number(each[name]) for each in compared]
+        values = [number(each[name]) for each in compared]
         table.add_row(f"{label}, relative", *values)
     return table

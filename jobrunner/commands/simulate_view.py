@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jobrunner.commands.figures import number, share
 from jobrunner.simulate.building import Basis
 from jobrunner.simulate.timeline import legend, text
 
@@ -37,46 +38,33 @@ _SHORT = {
 Said = Callable[["Outcome"], str]
 
 
-def _number(value: float | None, digits: int = 3) -> str:
-    """A number with at least so many digits that tell something, and commas."""
-    if value is None:
-        return "-"
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
 _LINES: dict[str, Said] = {
     "rows done": lambda o: f"{o.snapshot.rows_done - o.snapshot.errors:,}",
     "error rows": lambda o: f"{o.snapshot.errors:,}",
     "rows not done": lambda o: f"{o.snapshot.rows_total - o.snapshot.rows_done:,}",
-    "time, s": lambda o: _number(o.snapshot.elapsed_s, 4),
+    "time, s": lambda o: number(o.snapshot.elapsed_s, 4),
     "steps": lambda o: f"{o.snapshot.steps:,}",
-    "rows/s": lambda o: _number(o.snapshot.rows_per_s),
-    "output tokens/s": lambda o: _number(o.snapshot.output_tokens_per_s, 4),
-    "total tokens/s": lambda o: _number(o.snapshot.total_tokens_per_s, 4),
-    "utilization": lambda o: _share(o.snapshot.utilization),
-    "utilization while full": lambda o: _share(o.middle.utilization),
-    "KV use, mean": lambda o: _share(o.middle.kv_use_mean),
-    "KV use while full": lambda o: _share(o.middle.kv_use),
-    "padding efficiency": lambda o: _share(o.snapshot.padding_efficiency),
-    "steps of both kinds": lambda o: _share(o.snapshot.both_kinds_share),
-    "batch size, mean": lambda o: _number(o.snapshot.batch_size_mean),
+    "rows/s": lambda o: number(o.snapshot.rows_per_s),
+    "output tokens/s": lambda o: number(o.snapshot.output_tokens_per_s, 4),
+    "total tokens/s": lambda o: number(o.snapshot.total_tokens_per_s, 4),
+    "utilization": lambda o: share(o.snapshot.utilization),
+    "utilization while full": lambda o: share(o.middle.utilization),
+    "KV use, mean": lambda o: share(o.middle.kv_use_mean),
+    "KV use while full": lambda o: share(o.middle.kv_use),
+    "padding efficiency": lambda o: share(o.snapshot.padding_efficiency),
+    "steps of both kinds": lambda o: share(o.snapshot.both_kinds_share),
+    "batch size, mean": lambda o: number(o.snapshot.batch_size_mean),
     "preemptions": lambda o: f"{o.snapshot.preemptions:,}",
-    "tokens computed again": lambda o: _share(o.recomputed_share),
-    "and tokens swapped out": lambda o: _share(o.preempted_share),
-    "last admission to end, s": lambda o: _number(o.middle.tail_s),
-    "queue wait, mean s": lambda o: _number(o.snapshot.queue_mean_s),
-    "first token after joining, p99 s": lambda o: _number(o.snapshot.prefill_p99_s),
-    "row latency, mean s": lambda o: _number(o.latency_mean_s),
-    "row latency, p50 s": lambda o: _number(o.snapshot.latency_p50_s),
-    "row latency, p99 s": lambda o: _number(o.snapshot.latency_p99_s),
-    "longest token gap, s": lambda o: _number(o.snapshot.longest_gap_s),
-    "cost": lambda o: _number(o.snapshot.cost),
+    "tokens computed again": lambda o: share(o.recomputed_share),
+    "and tokens swapped out": lambda o: share(o.preempted_share),
+    "last admission to end, s": lambda o: number(o.middle.tail_s),
+    "queue wait, mean s": lambda o: number(o.snapshot.queue_mean_s),
+    "first token after joining, p99 s": lambda o: number(o.snapshot.prefill_p99_s),
+    "row latency, mean s": lambda o: number(o.latency_mean_s),
+    "row latency, p50 s": lambda o: number(o.snapshot.latency_p50_s),
+    "row latency, p99 s": lambda o: number(o.snapshot.latency_p99_s),
+    "longest token gap, s": lambda o: number(o.snapshot.longest_gap_s),
+    "cost": lambda o: number(o.snapshot.cost),
 }
 
 
@@ -121,9 +109,9 @@ def show(outcomes: Sequence[Outcome], basis: Basis, stream: TextIO) -> None:
     columns = shutil.get_terminal_size((100, 24)).columns
     console = Console(file=stream, width=columns, markup=False, emoji=False, highlight=False)
     console.print(_table(outcomes))
-    for number, best in _best(outcomes).items():
-        value = _number(getattr(best.snapshot, number))
-        console.print(Text(f"best {number}: {best.name} ({value})"))
+    for name, best in _best(outcomes).items():
+        value = number(getattr(best.snapshot, name))
+        console.print(Text(f"best {name}: {best.name} ({value})"))
     for outcome in outcomes:
         if outcome.timeline is not None:
             console.print(Text(f"\n{outcome.name}: slots down, steps across"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -107,7 +108,7 @@ class Gated:
         return True
 
 
-class Batches:
+class Batches(ABC):
     """A batch forms when no slot is occupied and its rule says so, and leaves as a whole.
 
     What the token budget or the memory does not let in at once joins in later steps; the batch
@@ -130,8 +131,9 @@ class Batches:
     def opens_in_s(self, door: Door) -> float:
         return math.inf
 
+    @abstractmethod
     def forms(self, door: Door) -> bool:
-        raise NotImplementedError
+        """Whether those who wait are a batch."""
 
 
 class Static(Batches):

@@ -7,10 +7,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote
+
+from tests.loopback import serving
 
 COMMIT = "c0ffee" + "0" * 34
 CREATED = "2024-01-01T00:00:00.000Z"
@@ -122,12 +123,5 @@ def asked_paths(body: bytes, kind: str) -> list[str]:
 def dataset_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[str]:
     """Serve these datasets; yield the endpoint."""
     handler = type("Hub", (DatasetHub,), {"repositories": repositories})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(handler) as endpoint:
+        yield endpoint

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from jobrunner.data.models import (
     resolve_model,
 )
 from jobrunner.errors import ConfigError
+from tests.loopback import serving
 
 KIB = 2**10
 MIB = 2**20
@@ -193,15 +193,8 @@ def tree_entry(path: str, data: bytes) -> dict[str, Any]:
 
 @contextmanager
 def stand_in_hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), StandInHub)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(StandInHub) as endpoint:
+        yield endpoint
 
 
 @dataclass(frozen=True)
