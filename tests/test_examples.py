@@ -12,6 +12,7 @@ from jobrunner.data.results.result_files import result_suffix
 from jobrunner.errors import ExitCode
 from jobrunner.job import run
 from jobrunner.jobfile import load_settings
+from tests.object_store import s3_server
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "jobs").glob("*.toml"))
@@ -26,7 +27,24 @@ def jobs(tmp_path_factory):
     return folder / "jobs"
 
 
+@pytest.fixture
+def stored(request, jobs, name, monkeypatch):
+    """The example's input in a real S3 server, where it reads from one."""
+    if name != "s3":
+        return
+    store = request.getfixturevalue("s3")
+    for path in (jobs / "data" / "gsm8k").glob("*.parquet"):
+        store.put(str(path), f"bucket/gsm8k/{path.name}")
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory):
+    with s3_server(tmp_path_factory.mktemp("weed")) as store:
+        yield store
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.usefixtures("stored")
 def test_example_runs_and_verifies(jobs, tiny_model, name):
     overrides = [f'model.name="{tiny_model}"', 'progress.style="off"']
     settings = load_settings(jobs / f"{name}.toml", overrides)

@@ -100,6 +100,8 @@ class Snapshot:
     decode_time_s: float | None
     #: (prefill_time_s + decode_time_s) / busy_s; the rest is the host gap
     fused_fraction: float | None
+    #: Σ forward passes / elapsed_s: the share of this run's time in which the device computed
+    device_utilization: float | None
     #: sequences that computed tokens in the latest step, 0 if that was idle
     batch_size: int
     #: Σ batch size / steps
@@ -370,6 +372,7 @@ class Stats:
         total_tokens_per_s = _rate(self._total_tokens, elapsed_s)
         return {
             "rows_per_s": _rate(self._rows, elapsed_s),
+            "device_utilization": _ratio(self._forward_s, elapsed_s),
             "output_tokens": self._output_tokens,
             "prompt_tokens": self._prompt_tokens,
             "output_tokens_per_s": _rate(self._output_tokens, elapsed_s),

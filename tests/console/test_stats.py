@@ -303,6 +303,8 @@ def test_passes_are_split_by_the_cost_of_their_tokens() -> None:
     assert found.decode_time_s == pytest.approx(0.05 + 0.10 + 0.065)
     assert found.busy_s == pytest.approx(0.39 + 4 * 0.02)
     assert found.fused_fraction == pytest.approx(0.39 / 0.47)
+    # of one second
+    assert found.device_utilization == pytest.approx(0.39)
     assert found.recompute_s == pytest.approx(10 * 0.001)
     assert found.swap_overhead_s == found.recompute_s
 
