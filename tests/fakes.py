@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 from jobrunner.engine.blocks import Blocks
-from jobrunner.engine.scheduler import Chunk, Drawn, Plan
+from jobrunner.engine.plan import Chunk, Drawn, Plan
 from jobrunner.engine.swap import Copy
 from jobrunner.records import Request, Sampling, TokenLogprob
 
@@ -266,8 +266,9 @@ class FakeDevice(FakeRunner):
 def _work(chunk: Chunk) -> Work:
     sequence, follows = chunk.sequence, chunk.follows
     tokens = sequence.tokens[chunk.start : chunk.stop]
-    assert follows is not None or min(tokens) >= 0, "a token is not known"
-    assert follows is None or len(tokens) == 1, "a piece of a prompt is not known"
+    known = 0 if follows is not None else chunk.stop - chunk.start
+    assert len(tokens) == known, "a token is not known"
+    assert follows is None or chunk.decode, "a piece of a prompt is not known"
     return Work(chunk, tokens, follows, tuple(sequence.blocks))
 
 

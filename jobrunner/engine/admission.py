@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +12,8 @@ from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.forecast import Forecast, Slots
 from jobrunner.engine.prediction import LengthPredictor
 from jobrunner.engine.sequence import Sequence
+
+Numbers = np.ndarray
 
 # how often what is expected of the running sequences is set right by what came
 _CORRECTION_STEPS = 16
@@ -33,8 +35,8 @@ class Admission:
         """Tell whether a sequence may join so many that run."""
         return blocks.free >= need.private + running
 
-    def next_step(self, running: Seq[Sequence]) -> None:
-        """Take note that a step begins."""
+    def next_step(self, lengths: Callable[[], Numbers]) -> None:
+        """Take note that a step begins; `lengths` are the tokens of those who run, by slot."""
 
     def entered(self, sequence: Sequence, shared: int) -> None:
         """Take note of a sequence that got the next slot, and of the blocks it shares."""
@@ -95,24 +97,24 @@ class AdmissionAhead(Admission):
             return True
         peak = self._forecast.peak(
             blocks.used,
-            len(sequence.tokens),
+            sequence.length,
             self._predictor.draw_remaining(sequence),
             need.shared,
         )
         return peak <= blocks.count * (1.0 - self._reserve.share)
 
-    def next_step(self, running: Seq[Sequence]) -> None:
+    def next_step(self, lengths: Callable[[], Numbers]) -> None:
         self._forecast.next_step()
         self._reserve.next_step()
         self._until_correction -= 1
         if self._until_correction == 0:
             self._until_correction = _CORRECTION_STEPS
-            self._correct(running)
+            self._correct(lengths())
 
     def entered(self, sequence: Sequence, shared: int) -> None:
         remaining = self._predictor.draw_remaining(sequence)
         self._known.add(sequence.prompt_length, *sequence.length_bounds, sequence.place)
-        self._forecast.enter(len(sequence.tokens), remaining, shared)
+        self._forecast.enter(sequence.length, remaining, shared)
 
     def left(self, slot: int) -> None:
         self._known.remove(slot)
@@ -124,8 +126,7 @@ class AdmissionAhead(Admission):
     def observe(self, sequence: Sequence) -> None:
         self._predictor.observe(sequence)
 
-    def _correct(self, running: Seq[Sequence]) -> None:
-        tokens = np.fromiter((len(each.tokens) for each in running), np.int64, len(running))
+    def _correct(self, tokens: Numbers) -> None:
         prompts, least, most, places = (self._known.column(index) for index in range(4))
         lengths = tokens - prompts
         self._predictor.observe_running(lengths)

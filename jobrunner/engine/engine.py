@@ -15,14 +15,15 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jobrunner.engine.duplicates import Duplicates
-from jobrunner.engine.scheduler import Drawn, Plan, Scheduler
+from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.scheduler import Scheduler
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.tuning import Tuning
 from jobrunner.records import Completion, Partial, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
 _IDLE_WAIT_S = 0.1
-_NOTHING = Plan(chunks=(), completions=(), preemptions=0, tokens_cached=0)
+_NOTHING = Plan()
 
 
 class Runner(Protocol):
@@ -157,7 +158,7 @@ class Engine:
         while self._may_plan:
             plan = self._scheduler.plan(started, last_call=last_call)
             complete += plan.completions
-            works = bool(plan.chunks or plan.copies)
+            works = bool(len(plan) or plan.copies)
             if works or not self._flights:
                 self._flights.append(self._take_off(plan, works=works))
             if not works:
@@ -226,8 +227,8 @@ class Engine:
             tokens_padded=discarded,
             tokens_recomputed=plan.tokens_recomputed,
             tokens_cached=plan.tokens_cached,
-            context_tokens=sum(chunk.start for chunk in plan.chunks),
-            batch_size=len(plan.chunks) - discarded,
+            context_tokens=plan.context_tokens,
+            batch_size=len(plan) - discarded,
             running=running,
             waiting=self._scheduler.waiting,
             preemptions=plan.preemptions,

@@ -209,4 +209,4 @@ def _knots() -> Numbers:
 
 def output_lengths(sequences: Seq[Sequence]) -> Numbers:
     """The tokens that each has generated, `[n]`."""
-    return np.array([len(each.tokens) - each.prompt_length for each in sequences], np.int64)
+    return np.array([each.output_length for each in sequences], np.int64)

@@ -6,13 +6,13 @@ W width of a value head, V vocabulary.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from jobrunner.engine.attention.hook import Attention, Piece, UnservedError, attach
+from jobrunner.engine.attention.hook import Attention, Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
 from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.engine.runner import Packed, TransformersRunner
@@ -97,13 +97,23 @@ def _paged_logits(
     tables = [list(range(0, 2 * width, 2)), list(range(1, 2 * width, 2))]
     rows: list[list[torch.Tensor]] = [[], []]
     for turns in _PASSES:
-        packed = Packed(array("q"), array("q"), [], [])
-        pieces = [Piece(turn.start, turn.stop, tables[turn.sequence]) for turn in turns]
+        tokens, positions = list[int](), list[int]()
         for turn in turns:
-            packed.tokens.extend(sequences[turn.sequence][turn.start : turn.stop])
-            packed.positions.extend(range(turn.start, turn.stop))
-        every_row = range(len(packed.tokens))
-        logits_TV = runner.logits(Packed(packed.tokens, packed.positions, pieces, every_row))
+            tokens += sequences[turn.sequence][turn.start : turn.stop]
+            positions += range(turn.start, turn.stop)
+        single = [turn for turn in turns if turn.stop - turn.start == 1]
+        packed = Packed(
+            np.array(tokens),
+            np.array(positions),
+            Singles(
+                np.array(tables),
+                np.array([turn.sequence for turn in single], np.int64),
+                np.array([turn.stop for turn in single], np.int64),
+            ),
+            [Piece(turn.start, turn.stop, tables[turn.sequence]) for turn in turns[len(single) :]],
+            np.arange(len(tokens)),
+        )
+        logits_TV = runner.logits(packed)
         lengths = [turn.stop - turn.start for turn in turns]
         for turn, part_TV in zip(turns, logits_TV.split(lengths), strict=True):
             rows[turn.sequence].append(part_TV)

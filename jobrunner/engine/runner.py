@@ -7,24 +7,25 @@ logits, V vocabulary.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from jobrunner.engine.attention.hook import Attention, Piece
+from jobrunner.engine.attention.hook import Attention, Piece, Singles
 from jobrunner.engine.kv import KvPool
 from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
+from jobrunner.engine.plan import Drawn, Plan
 from jobrunner.engine.sampler import sample, sample_on_device
-from jobrunner.engine.scheduler import Chunk, Drawn, Plan
-from jobrunner.engine.sequence import Sequence as Running
 from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
 
+Numbers = np.ndarray
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Packed:
     """One row of tokens for one forward pass, and the rows of which logits are wanted.
 
@@ -32,37 +33,46 @@ class Packed:
     the tokens that the pass before drew.
     """
 
-    tokens: array[int]
-    positions: array[int]
+    tokens: Numbers
+    positions: Numbers
+    singles: Singles
     pieces: Sequence[Piece]
-    logit_rows: Sequence[int]
-    follows: Sequence[tuple[int, int]] = ()
+    logit_rows: Numbers
+    follows: tuple[Numbers, Numbers] | None = None
 
 
-def pack(chunks: Sequence[Chunk]) -> Packed:
-    """Lay chunks into one row: single tokens first, by context length, then the longer ones.
+def pack(plan: Plan) -> Packed:
+    """Lay a plan into one row: single tokens first, by context length, then pieces of prompts.
 
-    `logit_rows` are in the order of the given chunks, one for each that samples.
+    `logit_rows` are in the order of the plan, one for each chunk that samples.
     """
-
-    def single_first(index: int) -> tuple[bool, int]:
-        chunk = chunks[index]
-        return chunk.stop - chunk.start > 1, chunk.stop
-
-    tokens, positions = array("q"), array("q")
+    decodes = plan.decodes
+    order = np.argsort(decodes.starts, kind="stable")
+    starts = decodes.starts[order]
+    tokens, positions = [decodes.tokens[order]], [starts]
     pieces: list[Piece] = []
-    last_row = [0] * len(chunks)
-    follows: list[tuple[int, int]] = []
-    for index in sorted(range(len(chunks)), key=single_first):
-        chunk = chunks[index]
-        tokens.extend(chunk.sequence.tokens[chunk.start : chunk.stop])
-        positions.extend(range(chunk.start, chunk.stop))
-        pieces.append(Piece(chunk.start, chunk.stop, chunk.sequence.blocks))
-        last_row[index] = len(tokens) - 1
-        if chunk.sequence.unknown and (drawn_at := chunk.follows) is not None:
-            follows.append((last_row[index], drawn_at))
-    logit_rows = [row for row, chunk in zip(last_row, chunks, strict=True) if chunk.samples]
-    return Packed(tokens, positions, pieces, logit_rows, follows)
+    last_rows: list[int] = []
+    row = len(decodes)
+    for chunk in plan.prefills:
+        sequence = chunk.sequence
+        tokens.append(np.array(sequence.tokens[chunk.start : chunk.stop], np.int64))
+        positions.append(np.arange(chunk.start, chunk.stop))
+        pieces.append(Piece(chunk.start, chunk.stop, sequence.blocks))
+        row += chunk.stop - chunk.start
+        if chunk.samples:
+            last_rows.append(row - 1)
+    # where each decode came to stand
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    follows = np.flatnonzero(decodes.follows >= 0)
+    return Packed(
+        tokens=np.concatenate(tokens),
+        positions=np.concatenate(positions),
+        singles=Singles(decodes.table, decodes.slots[order], starts + 1),
+        pieces=pieces,
+        logit_rows=np.concatenate([places, np.array(last_rows, np.int64)]),
+        follows=(places[follows], decodes.follows[follows]) if len(follows) else None,
+    )
 
 
 class TransformersRunner:
@@ -91,39 +101,37 @@ class TransformersRunner:
 
     def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        draws = [sequence.draw for sequence in sampling]
+        draws = plan.draws()
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
         # a device tells of its failures when it is next waited for, here or there
         with _device_failures():
             copy_s = self._copy(plan.copies)
-            if not plan.chunks:
+            if not len(plan):
                 return Drawn(copy_s=copy_s)
             started = time.perf_counter()
-            logits_BV = self.logits(pack(plan.chunks))[: len(sampling)]
-            _check_finite(_finite(logits_BV), sampling)
+            logits_BV = self.logits(pack(plan))[: len(draws)]
+            _check_finite(_finite(logits_BV), plan)
             tokens = sample(logits_BV, draws)
             logprobs = token_logprobs(logits_BV, tokens, wanted)
             return Drawn(tokens, logprobs, copy_s, time.perf_counter() - started)
 
     def launch(self, plan: Plan) -> Launched:
         """Begin with a plan; the tokens that it draws stay on the device for the next one."""
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        draws = [sequence.draw for sequence in sampling]
+        draws = plan.draws()
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
         with _device_failures():
             copy_s = self._copy(plan.copies)
             begun = _Moment(self._device)
-            if not plan.chunks:
-                return Launched(copy_s, begun, begun)
-            logits_BV = self.logits(pack(plan.chunks))[: len(sampling)]
+            if not len(plan):
+                return Launched(plan, copy_s, begun, begun)
+            logits_BV = self.logits(pack(plan))[: len(draws)]
             # logits that are not finite may lead past the vocabulary, and stop all before they tell
             most = logits_BV.shape[1] - 1
             self._drawn_B = sample_on_device(logits_BV, draws).clamp(max=most)
             return Launched(
+                plan,
                 copy_s,
                 begun,
-                sampling=sampling,
                 tokens=self._drawn_B.to("cpu", non_blocking=True),
                 finite=_finite(logits_BV).to("cpu", non_blocking=True),
                 looked=[some.to_host() for some in look(logits_BV, self._drawn_B, wanted)],
@@ -135,12 +143,12 @@ class TransformersRunner:
 
         Where none are wanted there is one row all the same, of the first token.
         """
-        self._attention.begin(packed.pieces)
-        rows = torch.tensor(packed.logit_rows or [0], device=self._device)
+        self._attention.begin(packed.singles, packed.pieces)
+        rows = self._numbers(packed.logit_rows if len(packed.logit_rows) else np.zeros(1, np.int64))
         with torch.inference_mode():
             logits_1BV = self._model(
                 input_ids=self._tokens(packed),
-                position_ids=self._row(packed.positions),
+                position_ids=self._numbers(packed.positions).unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=rows,
             ).logits
@@ -164,15 +172,14 @@ class TransformersRunner:
             torch.cuda.synchronize(self._device)
 
     def _tokens(self, packed: Packed) -> torch.Tensor:
-        tokens_1T = self._row(packed.tokens)
-        if not packed.follows:
+        tokens_1T = self._numbers(packed.tokens).unsqueeze(0)
+        if packed.follows is None:
             return tokens_1T
-        follows_F2 = torch.tensor(packed.follows, device=self._device)
-        drawn_1F = self._drawn_B[follows_F2[:, 1]].unsqueeze(0)
-        return tokens_1T.index_copy(1, follows_F2[:, 0], drawn_1F)
+        places_F, drawn_at_F = map(self._numbers, packed.follows)
+        return tokens_1T.index_copy(1, places_F, self._drawn_B[drawn_at_F].unsqueeze(0))
 
-    def _row(self, numbers: array[int]) -> torch.Tensor:
-        return torch.frombuffer(numbers, dtype=torch.int64).to(self._device).unsqueeze(0)
+    def _numbers(self, numbers: Numbers) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device)
 
 
 class _Moment:
@@ -200,10 +207,10 @@ class _Moment:
 class Launched:
     """What a device is computing, and where on the host it will be: `tokens`, `finite`, `[B]`."""
 
+    plan: Plan
     copy_s: float
     begun: _Moment
     done: _Moment
-    sampling: Sequence[Running] = ()
     tokens: torch.Tensor | None = None
     finite: torch.Tensor | None = None
     looked: Sequence[Looked] = ()
@@ -214,8 +221,8 @@ class Launched:
             return Drawn(copy_s=self.copy_s)
         with _device_failures():
             self.done.wait()
-            _check_finite(self.finite, self.sampling)
-            logprobs = read(self.looked, len(self.sampling))
+            _check_finite(self.finite, self.plan)
+            logprobs = read(self.looked, len(self.tokens))
             return Drawn(self.tokens.tolist(), logprobs, self.copy_s, self.done.since(self.begun))
 
 
@@ -234,11 +241,12 @@ def _finite(logits_BV: torch.Tensor) -> torch.Tensor:
     return logits_BV.amax(dim=-1).isfinite()
 
 
-def _check_finite(finite_B: torch.Tensor, sampling: Sequence[Running]) -> None:
+def _check_finite(finite_B: torch.Tensor, plan: Plan) -> None:
     """Stop before a token from nothing is booked: what is not finite spreads in the KV pool."""
     if bool(finite_B.all()):
         return
     broken = (~finite_B).nonzero().flatten().tolist()
+    sampling = plan.sampling()
     rows = [sampling[place].request.id for place in broken]
     raise InfrastructureError(
         f"the model gives logits that are not finite for {rows[0]} and {len(rows) - 1} more",

@@ -5,19 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain, repeat
+
+import numpy as np
 
 from jobrunner.engine.admission import Admission, Need
 from jobrunner.engine.batch_size import BatchSize
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.holding import Found, Holding
+from jobrunner.engine.plan import Chunk, Drawn, Plan
 from jobrunner.engine.policies import Continuous, Door, Policy
 from jobrunner.engine.preemption import Preemption, held_by
 from jobrunner.engine.prefixes import Prefixes
+from jobrunner.engine.running import Running
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Ending, OpenText, Stopping
-from jobrunner.engine.swap import Copy
 from jobrunner.engine.waiting import Waiting
-from jobrunner.records import Completion, Request, RowError, TokenLogprob
+from jobrunner.records import Completion, Request, RowError
+
+Numbers = np.ndarray
+_STOPPED, _AT_LIMIT = Ending("stop"), Ending("length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,76 +43,6 @@ class Limits:
         for name in self.__slots__:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `start` up to, not including, `stop` of a sequence.
-
-    `samples` says that the logits of its last token give the next one.
-    """
-
-    sequence: Sequence
-    start: int
-    stop: int
-    samples: bool
-    decode: bool
-
-    @property
-    def follows(self) -> int | None:
-        """Its token is not known: the one that the step launched before draws as its so-manieth.
-
-        To be asked when the plan is launched. None where all tokens of the chunk are known.
-        """
-        sequence = self.sequence
-        return sequence.drawn_at if self.stop > sequence.known else None
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one step computes: at most one chunk of a sequence, decodes first.
-
-    `copies` between device and host memory are carried out before, in their order.
-    """
-
-    chunks: Seq[Chunk]
-    completions: Seq[Completion]
-    preemptions: int
-    tokens_cached: int
-    copies: Seq[Copy] = ()
-
-    @property
-    def swapped_blocks(self) -> int:
-        return sum(len(copy.host_blocks) for copy in self.copies)
-
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(chunk.stop - chunk.start for chunk in self.chunks if not chunk.decode)
-
-    @property
-    def decode_tokens(self) -> int:
-        return sum(1 for chunk in self.chunks if chunk.decode)
-
-    @property
-    def tokens_recomputed(self) -> int:
-        return sum(
-            max(0, min(chunk.stop, chunk.sequence.computed_before) - chunk.start)
-            for chunk in self.chunks
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What came of a plan: one token per sampling chunk, in the order of the plan.
-
-    `logprobs` runs beside the tokens, None for a row that wants none; it is empty where no row
-    wants any. `copy_s` went into the copies of the plan, `compute_s` into the rest; 0 is unknown.
-    """
-
-    tokens: Seq[int] = ()
-    logprobs: Seq[TokenLogprob | None] = ()
-    copy_s: float = 0.0
-    compute_s: float = 0.0
 
 
 class Scheduler:
@@ -136,25 +72,23 @@ class Scheduler:
         self._waiting = Waiting() if waiting is None else waiting
         self._admission = admission or Admission()
         self._preemption = preemption or Preemption()
+        self._prefixes = Prefixes()
+        self._holding = Holding(blocks, self._preemption.host, self._prefixes)
         # of the step that is being planned
-        self._copies: list[Copy] = []
         self._preempted: list[Sequence] = []
-        self._chunks: list[Chunk] = []
-        self._running: list[Sequence] = []
+        self._prefills: list[Chunk] = []
+        self._running = Running(blocks.block_size)
         # finished, and in their slots until their batch ends
         self._staying: list[tuple[Sequence, Ending]] = []
         self._admissions = 0
         # plans that are launched and not committed
         self._in_flight = 0
-        # blocks of those who ended while the launched step still writes into them
-        self._late_blocks: list[list[int]] = []
         # those that run and draw by what they know of their tokens
         self._tied = 0
         # somebody gives way as soon as all is committed
         self._must_settle = False
         # tokens of the last commit that came after the end of their text
         self.discarded = 0
-        self._prefixes = Prefixes()
         self._batch_size = BatchSize(limits.schedule_every)
         # how many may run in this step
         self._slots = 0
@@ -207,11 +141,10 @@ class Scheduler:
         """
         if self._tied or self._must_settle:
             return False
-        free, size = self.blocks.free, self.blocks.block_size
+        free = self.blocks.free
         if free >= len(self._running):
             return True
-        ready = self._ready()
-        return free >= sum(len(each.tokens) > size * len(each.blocks) for each in ready)
+        return free >= len(self._running.short_of_blocks(self._running.ready()))
 
     def opens_in_s(self, now: float) -> float:
         """After how long those who wait may join though nothing else happens."""
@@ -247,35 +180,58 @@ class Scheduler:
         assert self._in_flight <= 1, "planned more than one step ahead"
         completions: list[Completion] = []
         self._must_settle = False
-        self._admission.next_step(self._running)
-        self._copies, self._preempted, self._chunks = [], [], []
-        chunks = self._chunks = self._decodes(now, completions)
-        budget = self.limits.token_budget - len(chunks)
-        for sequence in self._prefilling():
+        self._admission.next_step(self._running.lengths)
+        self._holding.copies, self._preempted = [], []
+        self._prefills = []
+        decoding = self._grow_decodes(now, completions)
+        budget = self.limits.token_budget - decoding
+        for sequence in self._running.prefilling:
             if budget == 0:
                 break
-            chunks.append(self._chunk(sequence, budget))
-            budget -= chunks[-1].stop - chunks[-1].start
-        cached = 0
+            budget -= self._prefill(sequence, budget)
+        cached = self._fill(budget, now, completions, last_call)
+        decodes = self._running.decodes(self._running.ready())
+        return Plan(
+            decodes,
+            self._prefills,
+            completions,
+            len(self._preempted),
+            cached,
+            self._holding.copies,
+        )
+
+    def _fill(self, budget: int, now: float, completions: list[Completion], last_call: bool) -> int:
+        """Let in whoever may join, as long as there is budget; return the tokens they found."""
         self._slots = self._batch_size.next(
             most=self.limits.max_batch_size, waiting=len(self._waiting), occupied=self._occupied
         )
         # whoever was just preempted would take back the blocks it had to give
-        let_in = self._waiting.gone + self._policy.joining(self._door(now, last_call))
         short_of_blocks = bool(self._preempted)
+        let_in = self._waiting.gone + self._policy.joining(self._door(now, last_call))
+        cached = 0
         while budget > 0 and not short_of_blocks:
             admitted = self._admit(now, completions, let_in)
             if admitted is None:
                 break
             cached += admitted.cached
             if self._preempted:
-                budget = self.limits.token_budget - sum(c.stop - c.start for c in chunks)
-            chunk = self._chunk(admitted, budget)
-            # decodes go first, those that were swapped out as well
-            place = sum(each.decode for each in chunks) if chunk.decode else len(chunks)
-            chunks.insert(place, chunk)
-            budget -= chunk.stop - chunk.start
-        return Plan(chunks, completions, len(self._preempted), cached, self._copies)
+                # the ready now are fewer by those who gave way
+                budget = self._budget_left(without=admitted)
+            budget -= 1 if admitted.decoding else self._prefill(admitted, budget)
+        return cached
+
+    def _budget_left(self, *, without: Sequence) -> int:
+        decoding = len(self._running.ready()) - without.decoding
+        prefilled = sum(chunk.stop - chunk.start for chunk in self._prefills)
+        return self.limits.token_budget - decoding - prefilled
+
+    def _prefill(self, sequence: Sequence, budget: int) -> int:
+        """Plan the next chunk of a prompt; return its tokens."""
+        length = min(sequence.remaining, self.limits.chunk_size, budget)
+        stop = sequence.computed + length
+        samples = stop == sequence.length
+        self._prefills.append(Chunk(sequence, sequence.computed, stop, samples))
+        return length
 
     def launched(self, plan: Plan) -> None:
         """Take it as computed what a device has been given to compute, in the order of its work.
@@ -283,12 +239,12 @@ class Scheduler:
         What it draws is unknown until `commit`.
         """
         self._in_flight += 1
-        drawn = 0
-        for chunk in plan.chunks:
-            self._advance(chunk.sequence, chunk.stop)
-            chunk.sequence.chunks += not chunk.decode
+        self._running.expect(plan.decodes)
+        drawn = len(plan.decodes)
+        for chunk in plan.prefills:
+            self._book_prefill(chunk)
             if chunk.samples:
-                chunk.sequence.expect(drawn)
+                self._running.expect_one(chunk.sequence, drawn)
                 drawn += 1
 
     def commit(self, plan: Plan, drawn: Drawn, now: float) -> list[Completion]:
@@ -296,34 +252,50 @@ class Scheduler:
 
         A text may have ended while this plan was in flight: what it draws then is discarded.
         """
-        completions: list[Completion] = []
         if drawn.copy_s or drawn.compute_s:
             self._preemption.costs.observe(
                 plan.swapped_blocks, drawn.copy_s, plan.prefill_tokens, drawn.compute_s
             )
-        ahead = self._land()
-        sampled = zip(drawn.tokens, drawn.logprobs or repeat(None), strict=False)
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
-            if not ahead:
-                self._advance(sequence, chunk.stop)
-                sequence.chunks += not chunk.decode
-            if not chunk.samples:
-                continue
-            token, logprob = next(sampled)
-            if sequence.slot is None:
-                self.discarded += 1
-                continue
-            sequence.append(token, now, logprob)
-            ending = sequence.stopping.after(token)
-            if ending is not None:
-                self._end(sequence, ending)
-            elif ahead:
-                self._publish_known(sequence)
+        if not self._land():
+            for chunk in plan.prefills:
+                self._book_prefill(chunk)
+        self._book_tokens(plan, drawn, now)
+        completions: list[Completion] = []
         if self._staying and self._policy.ended(self._door(now, last_call=False)):
             completions += [self._finish(*finished, now) for finished in self._staying]
             self._staying.clear()
         return completions
+
+    def _book_prefill(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        self._holding.advance(sequence, chunk.stop)
+        sequence.chunks += 1
+        if sequence.decoding:
+            self._running.decode(sequence)
+
+    def _book_tokens(self, plan: Plan, drawn: Drawn, now: float) -> None:
+        prefilled = [chunk.sequence for chunk in plan.prefills if chunk.samples]
+        slots = self._running.slots_of(plan.decodes)
+        if prefilled:
+            more = [-1 if each.slot is None else each.slot for each in prefilled]
+            slots = np.concatenate([slots, np.array(more, np.int64)])
+        tokens = np.asarray(drawn.tokens, np.int64)
+        left = np.flatnonzero(slots >= 0)
+        self.discarded = len(slots) - len(left)
+        places, stopped = self._running.land(slots[left], tokens[left], now)
+        if not places:
+            return
+        sequences = [*plan.decodes.sequences, *prefilled]
+        for place, stops in zip(left[places].tolist(), stopped[places].tolist(), strict=True):
+            sequence, token = sequences[place], int(tokens[place])
+            if sequence.watched:
+                logprob = drawn.logprobs[place] if drawn.logprobs else None
+                sequence.note(token, logprob)
+                ending = sequence.stopping.after(token)
+            else:
+                ending = _STOPPED if stops else _AT_LIMIT
+            if ending is not None:
+                self._end(sequence, ending)
 
     def _land(self) -> bool:
         """Take note that the launched step before all others is complete; False if there is none.
@@ -334,21 +306,17 @@ class Scheduler:
         if not self._in_flight:
             return False
         self._in_flight -= 1
-        for blocks in self._late_blocks:
-            self.blocks.release(blocks)
-        self._late_blocks.clear()
+        self._holding.release_late()
         return True
 
     def _end(self, sequence: Sequence, ending: Ending) -> None:
         late = sequence.unknown > 0
-        sequence.forget_unknown()
-        self._admission.observe(sequence)
         self._leave(sequence, late=late)
+        self._admission.observe(sequence)
         self._staying.append((sequence, ending))
 
     def check(self) -> None:
         """Raise AssertionError unless slots, queues and blocks agree with each other."""
-        self.blocks.check()
         assert len(self._running) <= self.limits.token_budget, "more running than tokens in a step"
         most = max(self.limits.max_batch_size, self._kept)
         assert self._occupied <= most, "more in slots than there are"
@@ -358,73 +326,44 @@ class Scheduler:
             assert sequence.slot is None, "a finished sequence runs"
             assert not sequence.blocks, "a finished sequence holds blocks"
         self._waiting.check()
-        assert self._in_flight or not self._late_blocks, "nobody writes into late blocks"
+        assert self._in_flight or not self._holding.late, "nobody writes into late blocks"
         assert self._tied == sum(each.occurrences is not None for each in self._running), (
             "who is tied was miscounted"
         )
-        references = [0] * self.blocks.count
-        for block in chain.from_iterable(self._late_blocks):
-            references[block] += 1
-        for slot, sequence in enumerate(self._running):
-            assert sequence.slot == slot, "a sequence does not know its slot"
+        self._running.check()
+        for sequence in self._running:
             assert sequence.unknown <= self._in_flight, "a token stays unknown"
             assert sequence.remaining >= 1, "a running sequence has nothing to compute"
             assert not sequence.decoding or sequence.remaining == 1, "a decode fell behind"
-            assert len(set(sequence.blocks)) == len(sequence.blocks), "a block is held twice"
-            assert len(sequence.blocks) * self.blocks.block_size >= sequence.computed, (
-                "computed tokens have no block"
-            )
-            full = sequence.computed // self.blocks.block_size
-            assert all(self.blocks.holders(block) == 1 for block in sequence.blocks[full:]), (
-                "a block that is still written is shared"
-            )
-            for block in sequence.blocks:
-                references[block] += 1
-        assert references == [self.blocks.holders(block) for block in range(self.blocks.count)], (
-            "reference counts differ from what sequences hold"
-        )
-        self._prefixes.check(self._running)
-        for sequence in (*self._waiting, *self._prefixes):
+        self._prefixes.check(self._running.sequences)
+        waiting = [*self._waiting, *self._prefixes]
+        for sequence in waiting:
             assert sequence.unknown == 0, "a waiting sequence has an unknown token"
             assert sequence.slot is None, "a waiting sequence has a slot"
-            assert not sequence.blocks, "a waiting sequence holds blocks"
-            kept = len(sequence.host_blocks)
-            assert kept or sequence.computed == 0, "a waiting sequence has computed tokens"
-            assert kept == self.blocks.needed(sequence.computed), "a swapped sequence lacks blocks"
-        for sequence in self._running:
-            assert not sequence.host_blocks, "a running sequence holds host memory"
-        self._preemption.host.check([h for each in self._waiting for h in each.host_blocks])
+        self._holding.check(self._running.sequences, waiting)
 
-    def _decodes(self, now: float, completions: list[Completion]) -> list[Chunk]:
-        # all of them fit the budget: a sequence is only admitted while the others leave some
-        ready = self._ready()
-        for sequence in ready:
-            while sequence.slot is not None and not self._grow(sequence):
+    def _grow_decodes(self, now: float, completions: list[Completion]) -> int:
+        """Make room for the next token of each that decodes; return how many do.
+
+        All of them fit the budget: a sequence is only admitted while the others leave some.
+        """
+        ready = self._running.ready()
+        short = self._running.short_of_blocks(ready)
+        if len(short) <= self.blocks.free:
+            self._running.add_block(short, self.blocks.allocate(len(short)))
+            return len(ready)
+        sequences = self._running.sequences
+        for sequence in [sequences[slot] for slot in short.tolist()]:
+            while sequence.slot is not None and self.blocks.free == 0:
                 if len(self._running) == 1:
                     self._leave(sequence)
                     completions.append(self._cannot_fit(sequence, now))
                 else:
                     self._admission.preempted()
-                    self._preempt(self._preemption.choose(self._running, self.blocks))
-        survivors = [sequence for sequence in ready if sequence.slot is not None]
-        return [self._chunk(sequence, 1) for sequence in survivors]
-
-    def _ready(self) -> list[Sequence]:
-        """Those that decode; not those whose text ends with what is in flight, as is known."""
-        ready = [sequence for sequence in self._running if sequence.decoding]
-        if self._in_flight:
-            return [sequence for sequence in ready if not sequence.at_limit]
-        return ready
-
-    def _prefilling(self) -> list[Sequence]:
-        prompts = [sequence for sequence in self._running if not sequence.decoding]
-        return sorted(prompts, key=lambda sequence: sequence.admission)
-
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        length = min(sequence.remaining, self.limits.chunk_size, budget)
-        stop = sequence.computed + length
-        samples = stop == len(sequence.tokens)
-        return Chunk(sequence, sequence.computed, stop, samples, sequence.decoding)
+                    self._preempt(self._preemption.choose(sequences, self.blocks))
+            if sequence.slot is not None:
+                self._running.add_block(np.array([sequence.slot]), self.blocks.allocate(1))
+        return len(self._running.ready())
 
     def _admit(self, now: float, completions: list[Completion], let_in: int) -> Sequence | None:
         """Move the first waiting sequence into a slot; None if it has to wait.
@@ -432,9 +371,9 @@ class Scheduler:
         New ones may join until `let_in` of them have left the queue.
         """
         while (sequence := self._next(now, let_in)) is not None:
-            if self.blocks.needed(len(sequence.tokens)) > self.blocks.count:
+            if self.blocks.needed(sequence.length) > self.blocks.count:
                 self._take_out(sequence)
-                self._give_back_host(sequence)
+                self._holding.give_back_host(sequence)
                 completions.append(self._cannot_fit(sequence, now))
                 continue
             if sequence in self._preempted:
@@ -467,7 +406,7 @@ class Scheduler:
         Nobody goes where that would not do. A shortage that is only foreseen is no reason: when
         it comes, the lower bands are still there to give way.
         """
-        lower = self._preemption.below(candidate, self._running)
+        lower = self._preemption.below(candidate, self._running.sequences)
         if self._policy.together or not self._would_do(lower, candidate):
             return False
         if self._in_flight:
@@ -485,7 +424,7 @@ class Scheduler:
             return False
         blocks = self.blocks
         freed = sum(held_by(sequence, blocks).private_blocks for sequence in lower)
-        wanted = blocks.needed(len(candidate.tokens)) + blocks.needed(len(self._running))
+        wanted = blocks.needed(candidate.length) + blocks.needed(len(self._running))
         slots = self._slots + (candidate is self._prefixes.ready)
         return blocks.free + freed >= wanted and self._occupied - len(lower) < slots
 
@@ -499,17 +438,13 @@ class Scheduler:
         """Make a new sequence wait while a block of its prompt is being computed for another."""
         if sequence.admission >= 0 or not self._prefixes.busy:
             return False
-        digests = self._chain(sequence, self._shareable(sequence))
+        digests = self._holding.chain(sequence, self._holding.shareable(sequence))
         awaited = self._prefixes.awaited(digests)
         if awaited is None:
             return False
         self._take_out(sequence)
         self._prefixes.hold(sequence, awaited)
         return True
-
-    def _shareable(self, sequence: Sequence) -> int:
-        # the last token is never taken from the cache: its logits are needed
-        return (len(sequence.tokens) - 1) // self.blocks.block_size
 
     def _door(self, now: float, last_call: bool) -> Door:
         waiting = self._waiting
@@ -530,77 +465,37 @@ class Scheduler:
 
         `ahead`: they must do for what it and the others are expected to become, too.
         """
-        blocks = self.blocks
-        if blocks.free == 0:
+        if self.blocks.free == 0:
             return False
-        found = blocks.match(self._chain(sequence, self._shareable(sequence)))
-        shared = sum(blocks.holders(block) > 1 for block in found)
-        need = Need(blocks.needed(len(sequence.tokens)) - len(found), shared)
-        if not self._fits(sequence, need, ahead=ahead):
-            blocks.release(found)
+        found = self._holding.find(sequence)
+        if not self._fits(sequence, found, ahead=ahead):
+            self._holding.give_back(found)
             return False
-        sequence.blocks = found + blocks.allocate(need.private)
-        if sequence.host_blocks:
-            self._swap_in(sequence, len(found))
-        else:
-            sequence.computed = sequence.cached = len(found) * blocks.block_size
-        self._admission.entered(sequence, shared)
+        self._holding.take(sequence, found)
+        self._admission.entered(sequence, found.shared)
         return True
 
-    def _fits(self, sequence: Sequence, need: Need, *, ahead: bool) -> bool:
-        running = len(self._running)
+    def _fits(self, sequence: Sequence, found: Found, *, ahead: bool) -> bool:
+        blocks, running = self.blocks, len(self._running)
+        need = Need(blocks.needed(sequence.length) - len(found.blocks), found.shared)
         if ahead:
-            return self._admission.fits(sequence, need, running, self.blocks)
+            return self._admission.fits(sequence, need, running, blocks)
         # of those who run, so many need another block in a step
-        return self.blocks.free >= need.private + self.blocks.needed(running)
-
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give a sequence the blocks for all its tokens if there are any."""
-        missing = self.blocks.needed(len(sequence.tokens)) - len(sequence.blocks)
-        if missing > self.blocks.free:
-            return False
-        sequence.blocks.extend(self.blocks.allocate(missing))
-        return True
-
-    def _advance(self, sequence: Sequence, computed: int) -> None:
-        first = sequence.computed // self.blocks.block_size
-        full = computed // self.blocks.block_size
-        sequence.computed = computed
-        if full > first:
-            # a block has no name before all of its tokens are known
-            self._publish(sequence, first, min(full, sequence.known // self.blocks.block_size))
-
-    def _publish_known(self, sequence: Sequence) -> None:
-        """Publish the block that was computed before its last token was known."""
-        known, size = sequence.known, self.blocks.block_size
-        if known % size == 0 and known <= sequence.computed:
-            self._publish(sequence, known // size - 1, known // size)
-
-    def _publish(self, sequence: Sequence, first: int, stop: int) -> None:
-        digests = self._chain(sequence, stop)
-        for index in range(first, len(digests)):
-            self.blocks.publish(sequence.blocks[index], digests[index])
-            self._prefixes.done(digests[index])
-
-    def _chain(self, sequence: Sequence, block_count: int) -> list[bytes]:
-        if not self.blocks.prefix_cache:
-            return []
-        return sequence.chain(block_count, self.blocks.block_size)
+        return blocks.free >= need.private + blocks.needed(running)
 
     def _enter(self, sequence: Sequence, now: float) -> None:
-        sequence.slot = len(self._running)
         sequence.admission = self._admissions
         if sequence.remaining > 1 or not sequence.decoding:
-            sequence.prefill_end = len(sequence.tokens)
+            sequence.prefill_end = sequence.length
         if sequence.started_at is None:
             sequence.started_at = now
         self._admissions += 1
         self._tied += sequence.occurrences is not None
-        self._running.append(sequence)
+        self._running.enter(sequence)
         if sequence.decoding:
             return
         known = sequence.computed // self.blocks.block_size
-        digests = self._chain(sequence, len(sequence.tokens) // self.blocks.block_size)[known:]
+        digests = self._holding.chain(sequence, sequence.length // self.blocks.block_size)[known:]
         self._prefixes.begin(sequence, [each for each in digests if not self.blocks.knows(each)])
 
     def _leave(self, sequence: Sequence, *, late: bool = False) -> None:
@@ -612,51 +507,26 @@ class Scheduler:
         self._tied -= sequence.occurrences is not None
         self._prefixes.left(sequence)
         self._admission.left(sequence.slot)
-        last = self._running.pop()
-        if last is not sequence:
-            self._running[sequence.slot] = last
-            last.slot = sequence.slot
-        sequence.slot = None
-        if late:
-            self._late_blocks.append(sequence.blocks)
-        else:
-            self.blocks.release(sequence.blocks)
+        self._running.leave(sequence)
+        self._holding.release(sequence.blocks, late=late)
         sequence.blocks = []
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take its slot and blocks; what it computed goes to host memory or is computed again."""
         assert not self._in_flight, "preempted while a step is in flight"
+        # what it computed is found again, by itself or by another, as long as it is not overwritten
+        self._holding.publish(sequence, 0, sequence.computed // self.blocks.block_size)
         swapped = self._preemption.swaps(sequence, self.blocks)
         if swapped:
-            self._swap_out(sequence)
+            self._holding.swap_out(sequence)
         self._leave(sequence)
         if not swapped:
             sequence.computed_before = max(sequence.computed_before, sequence.computed)
             sequence.computed = 0
         sequence.preemptions += 1
         self._preempted.append(sequence)
-        self._chunks[:] = [chunk for chunk in self._chunks if chunk.sequence is not sequence]
+        self._prefills[:] = [each for each in self._prefills if each.sequence is not sequence]
         self._waiting.give_back(sequence, swapped=swapped)
-
-    def _swap_out(self, sequence: Sequence) -> None:
-        count = self.blocks.needed(sequence.computed)
-        sequence.host_blocks = self._preemption.host.take(count)
-        self._copies.append(Copy(sequence.blocks[:count], sequence.host_blocks, out=True))
-
-    def _swap_in(self, sequence: Sequence, found: int) -> None:
-        """Copy back all computed blocks but those that the prefix cache still has."""
-        host, size = sequence.host_blocks, self.blocks.block_size
-        if found < len(host):
-            self._copies.append(Copy(sequence.blocks[found : len(host)], host[found:], out=False))
-        self._give_back_host(sequence)
-        sequence.cached = 0
-        computed = max(sequence.computed, found * size)
-        sequence.computed = found * size
-        self._advance(sequence, computed)
-
-    def _give_back_host(self, sequence: Sequence) -> None:
-        self._preemption.host.give_back(sequence.host_blocks)
-        sequence.host_blocks = []
 
     def _finish(self, sequence: Sequence, ending: Ending, now: float) -> Completion:
         if self._policy.together:
@@ -666,7 +536,7 @@ class Scheduler:
 
     def _cannot_fit(self, sequence: Sequence, now: float) -> Completion:
         message = (
-            f"{sequence.request.id} needs KV memory for {len(sequence.tokens):,} tokens,"
+            f"{sequence.request.id} needs KV memory for {sequence.length:,} tokens,"
             f" capacity {self.blocks.capacity:,} tokens"
         )
         return _completion(sequence, now, error=RowError("cannot_fit", message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Protocol
 
 from jobrunner.engine.blocks import chain_digest
 from jobrunner.engine.draws import Draw, is_plain, occurrences
@@ -12,35 +13,50 @@ from jobrunner.records import Request, Sampling, TokenLogprob
 # multiples of these fall evenly between two whole numbers, however many there are
 _GOLDEN = (5**0.5 - 1) / 2
 _SILVER = 2**0.5 - 1
-# no token has this id
-_UNKNOWN = -1
+# whoever has more is watched for them
+_MOST_STOP_IDS = 8
+
+
+class Slots(Protocol):
+    """Where what changes with every token of a sequence stands while it decodes."""
+
+    def bring(self, sequence: Sequence) -> None:
+        """Hand the newest tokens to `Sequence.extend`."""
+
+    def known(self, slot: int) -> int:
+        """How many of its tokens are known."""
+
+    def unknown(self, slot: int) -> int:
+        """How many more a device draws, or has drawn, and nobody has read back."""
 
 
 class Sequence:
     """Tokens known, tokens computed, and the blocks that hold the computed ones.
 
-    `computed` catches up with `len(tokens)`: a prompt, a resumed text and one sampled token
-    are the same thing to the engine, tokens that are not computed yet. The last of them may be
-    `unknown`: a device draws them, or has drawn them, and nobody has read them back.
+    `computed` catches up with `length`: a prompt, a resumed text and one sampled token are the
+    same thing to the engine, tokens that are not computed yet. While it decodes it is one behind,
+    and the count of tokens, the newest of them and their times are kept in its slot.
     """
 
     def __init__(self, request: Request, stopping: Stopping, arrived_at: float) -> None:
         self.request = request
         self.stopping = stopping
-        self.tokens = array("q", request.prompt)
-        self.prompt_length = len(self.tokens)
-        self.tokens.extend(request.output)
-        self.unknown = 0
-        # of those that the launched step draws, the first is 0: the one that is its own
-        self.drawn_at = -1
+        self._tokens = array("q", request.prompt)
+        self.prompt_length = len(self._tokens)
+        self._tokens.extend(request.output)
+        # while it decodes
+        self._slots: Slots | None = None
         # those of the output, where they are wanted
         self.logprobs = _logprobs(request)
         # of its tokens, where penalties ask for them
         self.occurrences = occurrences(request.sampling, request.prompt, request.output)
-        self._plain = is_plain(request.sampling)
-        self.computed = 0
+        # whether its next token depends on more than its logits
+        self.ruled = not is_plain(request.sampling)
+        # whether something has to be done for each of its tokens
+        self.watched = self.occurrences is not None or _is_watched(request.sampling)
+        self._computed = 0
         # tokens known when it was admitted: computing those is prefill, the rest is decode
-        self.prefill_end = len(self.tokens)
+        self.prefill_end = len(self._tokens)
         # the most tokens ever computed: what lies below is recomputed after a preemption
         self.computed_before = 0
         # pieces that were prefilled, those after a preemption too
@@ -59,86 +75,114 @@ class Sequence:
         self.admission = -1
         self.arrived_at = arrived_at
         self.started_at: float | None = None
+        # up to when it began to decode; brought up to date when it leaves its slot
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.longest_gap_s = 0.0
 
     @property
-    def remaining(self) -> int:
-        """Tokens known and not computed."""
-        return len(self.tokens) - self.computed
-
-    @property
-    def decoding(self) -> bool:
-        return self.computed >= self.prefill_end
+    def tokens(self) -> array[int]:
+        """The known tokens, not to be changed."""
+        if self._slots is not None:
+            self._slots.bring(self)
+        return self._tokens
 
     @property
     def known(self) -> int:
-        """How many of the tokens are known."""
-        return len(self.tokens) - self.unknown
+        """How many tokens are known."""
+        if self._slots is None or self.slot is None:
+            return len(self._tokens)
+        return self._slots.known(self.slot)
+
+    @property
+    def unknown(self) -> int:
+        """How many more a device draws, or has drawn, and nobody has read back."""
+        if self._slots is None or self.slot is None:
+            return 0
+        return self._slots.unknown(self.slot)
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are, the unknown ones included."""
+        return self.known + self.unknown
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV is in the blocks, or in host memory, or on its way there."""
+        return self._computed if self._slots is None else self.length - 1
+
+    @computed.setter
+    def computed(self, count: int) -> None:
+        assert self._slots is None, "who decodes computes a token a step"
+        self._computed = count
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are not computed."""
+        return self.length - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        return self._slots is not None or self._computed >= self.prefill_end
 
     @property
     def output(self) -> array[int]:
         """The known tokens generated so far, those of an earlier run included."""
-        return self.tokens[self.prompt_length : self.known]
+        return self.tokens[self.prompt_length :]
 
     @property
     def output_length(self) -> int:
         """Tokens generated so far, the unknown ones included."""
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether its text ends with the last token, whatever that turns out to be."""
-        return self.output_length >= self.request.sampling.max_new_tokens
+        return self.length - self.prompt_length
 
     @property
     def draw(self) -> Draw | None:
         """What decides the next token, beside its logits; None if nothing does."""
-        if self._plain:
+        if not self.ruled:
             return None
         return Draw(self.request.sampling, self.output_length, self.occurrences)
 
     def chain(self, block_count: int, block_size: int) -> list[bytes]:
         """The digests of the first blocks, each computed once in a sequence's life."""
-        for index in range(len(self.digests), block_count):
-            parent = self.digests[-1] if self.digests else b""
-            block = self.tokens[index * block_size : (index + 1) * block_size]
-            self.digests.append(chain_digest(parent, block))
+        if len(self.digests) < block_count:
+            tokens = self.tokens
+            for index in range(len(self.digests), block_count):
+                parent = self.digests[-1] if self.digests else b""
+                block = tokens[index * block_size : (index + 1) * block_size]
+                self.digests.append(chain_digest(parent, block))
         return self.digests[:block_count]
 
     def cut(self, output_length: int) -> None:
         """Drop what an earlier run generated past the end of the text."""
-        del self.tokens[self.prompt_length + output_length :]
+        del self._tokens[self.prompt_length + output_length :]
         del self.logprobs[output_length:]
 
-    def expect(self, drawn_at: int) -> None:
-        """Keep a place for the token that the launched step draws as its `drawn_at`-th."""
-        self.tokens.append(_UNKNOWN)
-        self.unknown += 1
-        self.drawn_at = drawn_at
+    def decode_in(self, slots: Slots) -> None:
+        """Leave it to the slots to keep what changes with every token."""
+        self._slots = slots
 
-    def forget_unknown(self) -> None:
-        """Drop the places of tokens that nobody will read: the text has ended before them."""
-        del self.tokens[self.known :]
-        self.unknown = 0
+    def leave_slot(self) -> None:
+        """Keep that itself again; tokens that nobody has read are dropped."""
+        if self._slots is not None:
+            self._slots = None
+            self._computed = len(self._tokens) - 1
+        self.slot = None
 
-    def append(self, token: int, now: float, logprob: TokenLogprob | None = None) -> None:
-        """Add a sampled token, in its place if one was kept, and note when it came."""
-        if self.unknown:
-            self.tokens[-self.unknown] = token
-            self.unknown -= 1
-        else:
-            self.tokens.append(token)
+    def extend(self, tokens: bytes) -> None:
+        """Take over known tokens, 64-bit integers, from the slots."""
+        self._tokens.frombytes(tokens)
+
+    def note(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Take note of a token of the text, beside what the slots keep."""
         if self.occurrences is not None:
             self.occurrences.add(token)
         if logprob is not None:
             self.logprobs.append(logprob)
-        if self.last_token_at is None:
-            self.first_token_at = now
-        else:
-            self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_at)
-        self.last_token_at = now
+
+
+def _is_watched(sampling: Sampling) -> bool:
+    asks = sampling.stop or sampling.stop_on_repetition or sampling.logprobs is not None
+    return bool(asks) or len(sampling.stop_ids) > _MOST_STOP_IDS
 
 
 def length_bounds(sampling: Sampling) -> tuple[int, int]:

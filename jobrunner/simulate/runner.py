@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jobrunner.engine.scheduler import Chunk, Drawn, Plan
+import numpy as np
+
+from jobrunner.engine.plan import Chunk, Drawn, Plan
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.requests import END, OTHER, VirtualClock
 from jobrunner.simulate.timeline import DECODE, KEPT, PREFILL, Places
 from jobrunner.simulate.trace import TraceRow
+
+Numbers = np.ndarray
 
 
 class VirtualRunner:
@@ -30,7 +34,7 @@ class VirtualRunner:
         self._clock = clock
         self._cost = cost
         # tokens that are computed when the last one is drawn
-        self._ends_at = [row.prompt + row.output - 1 for row in rows]
+        self._ends_at = np.array([row.prompt + row.output - 1 for row in rows], np.int64)
         self._staying = staying
         self._slots = slots
         self._latest_admission = -1
@@ -44,28 +48,25 @@ class VirtualRunner:
 
     def run(self, plan: Plan) -> Drawn:
         """Let the time of a plan pass; return one token per sampling chunk."""
-        prefill_tokens = context_tokens = decodes = 0
-        tokens = []
-        ends_at = self._ends_at
-        for chunk in plan.chunks:
-            context_tokens += chunk.start
-            if chunk.decode:
-                decodes += 1
-            else:
-                prefill_tokens += chunk.stop - chunk.start
-                self._see_admission(chunk)
-            if chunk.samples:
-                # this loop runs for every token of a simulation: no calls in it
-                ends = chunk.stop >= ends_at[chunk.sequence.request.id.index]
-                tokens.append(END if ends else OTHER)
+        for chunk in plan.prefills:
+            self._see_admission(chunk)
+        tokens = self._drawn_tokens(plan)
         self.padded = self._staying()
-        decodes += self.padded
         copy_s = self._cost.swapped_block_s * plan.swapped_blocks
-        compute_s = self._cost.seconds(prefill_tokens, decodes, context_tokens)
+        compute_s = self._cost.seconds(
+            plan.prefill_tokens, len(plan.decodes) + self.padded, plan.context_tokens
+        )
         self._clock.advance(copy_s + compute_s)
         if self._slots is not None:
             self.places = self._drawn(plan, self._slots)
         return Drawn(tokens, copy_s=copy_s, compute_s=compute_s)
+
+    def _drawn_tokens(self, plan: Plan) -> Numbers:
+        prefilled = [chunk for chunk in plan.prefills if chunk.samples]
+        rows = [chunk.sequence.request.id.index for chunk in prefilled]
+        stops = np.concatenate([plan.decodes.starts + 1, [chunk.stop for chunk in prefilled]])
+        rows_N = np.concatenate([plan.decodes.rows, np.array(rows, np.int64)])
+        return np.where(stops >= self._ends_at[rows_N], END, OTHER)
 
     def _see_admission(self, chunk: Chunk) -> None:
         if chunk.sequence.admission > self._latest_admission:

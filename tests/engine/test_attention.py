@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobrunner.engine.attention.hook import AttentionOptions, Piece, UnservedError, attach
+from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, decode_groups
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach, bytes_per_token
 from jobrunner.engine.runner import Packed, TransformersRunner
@@ -60,6 +60,13 @@ def plain_attention(
     return out
 
 
+def singles(tables: list[list[int]], turns: list[tuple[int, int]]) -> Singles:
+    rows, lengths = zip(*turns, strict=True) if turns else ((), ())
+    return Singles(
+        np.array(tables, np.int32), np.array(rows, np.int64), np.array(lengths, np.int64)
+    )
+
+
 def paged_attention(
     sequences: list[Tokens],
     chunks: list[int],
@@ -84,7 +91,11 @@ def paged_attention(
             if done[index] < lengths[index]
         ]
         turns.sort(key=lambda turn: (turn[2] - turn[1] > 1, turn[2]))
-        attention.begin([Piece(start, stop, tables[index]) for index, start, stop in turns])
+        single = [(index, stop) for index, start, stop in turns if stop - start == 1]
+        pieces = [
+            Piece(start, stop, tables[index]) for index, start, stop in turns if stop - start > 1
+        ]
+        attention.begin(singles(tables, single), pieces)
         packed = [
             torch.cat(
                 [getattr(sequences[index], name)[:, start:stop] for index, start, stop in turns], 1
@@ -165,7 +176,7 @@ def test_an_attention_argument_we_do_not_know_is_refused(arguments, reason):
     pool = KvPool([AttentionCall(1, 8, 8)], 1, 4, torch.float32, device)
     attention = TorchPagedAttention(pool, device)
     attach(model, attention)
-    attention.begin([Piece(0, 2, [0])])
+    attention.begin(Singles(), [Piece(0, 2, [0])])
     ids = torch.tensor([[1, 2]])
     with pytest.raises(UnservedError, match=reason):
         model(input_ids=ids, position_ids=torch.tensor([[0, 1]]), use_cache=False, **arguments)
@@ -180,19 +191,16 @@ def test_two_models_in_one_process_keep_their_own_memory():
         attention = TorchPagedAttention(pool, device)
         attach(model, attention)
         runners.append((TransformersRunner(model, attention, device), pool))
-    packed = Packed(array("q", [1]), array("q", [0]), [Piece(0, 1, [0])], [0])
+    zero = np.zeros(1, np.int64)
+    packed = Packed(zero + 1, zero, Singles(), [Piece(0, 1, [0])], zero)
     runners[0][0].logits(packed)
     assert bool(runners[0][1].keys[0].any())
     assert not bool(runners[1][1].keys[0].any())
 
 
-def decode_pieces(*contexts: int) -> list[Piece]:
-    return [Piece(context - 1, context, []) for context in contexts]
-
-
 def test_decodes_are_cut_into_batches_of_similar_length_and_bounded_size():
     def sizes(contexts: list[int], most_tokens: int | None) -> list[int]:
-        return [len(group) for group in decode_groups(decode_pieces(*contexts), most_tokens)]
+        return [last - first for first, last in decode_groups(contexts, most_tokens)]
 
     assert sizes([], None) == []
     assert sizes([10, 44, 45, 88], None) == [2, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -233,9 +234,8 @@ class ForgetsTheContext(TorchPagedAttention):
 class DecodesTooFar(TorchPagedAttention):
     """An attention whose single tokens see one slot too many."""
 
-    def _decode_group(self, group, first):
-        longer = [type(piece)(piece.start, piece.stop + 1, piece.blocks) for piece in group]
-        return super()._decode_group(longer, first)
+    def _decode_group(self, singles, first, last):
+        return super()._decode_group(replace(singles, lengths=singles.lengths + 1), first, last)
 
 
 @pytest.mark.parametrize("broken", [ForgetsTheContext, DecodesTooFar])

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.plan import Plan
 from jobrunner.engine.policies import policy_named
 from jobrunner.engine.preemption import Preemption
-from jobrunner.engine.scheduler import Limits, Plan, Scheduler
+from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.swap import HostBlocks
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeDevice, FakeRequests, LetterText, StillClock
@@ -268,14 +269,14 @@ def test_a_slot_goes_to_the_next_row_though_the_late_token_is_still_computed():
     assert sum(step.tokens_padded for step in steps) == 2
 
 
-def test_a_block_is_shared_only_when_all_of_its_tokens_are_known():
+def test_what_is_being_generated_is_not_shared():
     bench = Bench(block_size=2, batch=2, output_length=lambda prompt: 6)
     first = request(0, [1, 2, 3], 10)
     output = bench.device.alone(first)
     again = replace(request(1, [1, 2, 3], 10), output=output[:4])
     steps = bench.serve([first, again], [1, 0, 0, 0, 0, 1])
     assert {tuple(done.tokens) for done in completions(steps).values()} == {tuple(output)}
-    assert sum(step.tokens_cached for step in steps) == 6
+    assert sum(step.tokens_cached for step in steps) == 2
 
 
 def test_rows_with_penalties_are_computed_step_by_step():

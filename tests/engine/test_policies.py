@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.plan import Drawn
 from jobrunner.engine.policies import (
     Continuous,
     Door,
@@ -20,7 +21,7 @@ from jobrunner.engine.policies import (
     Static,
     policy_named,
 )
-from jobrunner.engine.scheduler import Drawn, Limits, Scheduler
+from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.waiting import Waiting
 from jobrunner.records import Completion, Request, RowId, Sampling
 from tests.fakes import LetterText

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.plan import Drawn, Plan
 from jobrunner.engine.policies import Continuous, Policy, Static
-from jobrunner.engine.scheduler import Drawn, Limits, Plan, Scheduler
+from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.records import Completion, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
 

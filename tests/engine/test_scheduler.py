@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
-from jobrunner.engine.scheduler import Drawn, Limits, Plan, Scheduler
+from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
 

@@ -13,7 +13,8 @@ from jobrunner.engine.batch_size import BatchSize
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
-from jobrunner.engine.scheduler import Drawn, Limits, Plan, Scheduler
+from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.tuning import (
     Automatic,
     MaxBatchSize,

@@ -7,11 +7,14 @@ W width of a value head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Numbers = np.ndarray
 
 # a name without a mask function of its own makes transformers build no mask at all
 NAME = "cbjob_paged"
@@ -36,6 +39,22 @@ class Piece:
     blocks: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Singles:
+    """One token each of N sequences, the last of so many tokens as `lengths`, `[N]`, says.
+
+    Row `rows`, `[N]`, of `table`, `[rows, blocks]`, lists the blocks that hold them, in order;
+    what stands behind those in a row means nothing.
+    """
+
+    table: Numbers = field(default_factory=lambda: np.zeros((0, 1), np.int32))
+    rows: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+    lengths: Numbers = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """How a model wants the scores of one attention call; what a token sees is the pool's to know.
@@ -51,10 +70,10 @@ class AttentionOptions:
 class Attention(Protocol):
     """An attention backend: told once per pass what the packed row holds, then called."""
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        """Prepare for one forward pass over these pieces, packed in this order.
+    def begin(self, singles: Singles, pieces: Sequence[Piece]) -> None:
+        """Prepare for one forward pass over single tokens and then pieces, packed in this order.
 
-        Pieces of one token come first, those with the shortest context in front.
+        Of the single tokens those with the shortest context come first.
         """
 
     def attend(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from jobrunner.engine.attention.hook import AttentionOptions, Piece
+from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles
 from jobrunner.engine.kv import EVERYTHING, KvPool, Reach, bytes_per_token
 
 # decodes share a padded batch while the longest context is not much longer than the shortest
@@ -86,22 +86,22 @@ class TorchPagedAttention:
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
-        """Prepare for one forward pass over these pieces, packed in this order.
+    def begin(self, singles: Singles, pieces: Sequence[Piece]) -> None:
+        """Prepare for one forward pass over single tokens and then pieces, packed in this order.
 
-        Pieces of one token come first, those with the shortest context in front.
+        Of the single tokens those with the shortest context come first.
         """
         self._call = 0
         size = self._pool.block_size
-        self._slots_T = self._tensor(np.concatenate([_slots(piece, size) for piece in pieces]))
-        singles = [piece for piece in pieces if piece.stop - piece.start == 1]
-        self._decodes = []
-        first = 0
-        for group in decode_groups(singles, self._group_tokens):
-            self._decodes.append(self._decode_group(group, first))
-            first += len(group)
+        slots = [_single_slots(singles, size), *(_slots(piece, size) for piece in pieces)]
+        self._slots_T = self._tensor(np.concatenate(slots))
+        self._decodes = [
+            self._decode_group(singles, first, last)
+            for first, last in decode_groups(singles.lengths.tolist(), self._group_tokens)
+        ]
         self._chunks = []
-        for piece in pieces[len(singles) :]:
+        first = len(singles)
+        for piece in pieces:
             self._chunks.append(self._chunk(piece, first))
             first += piece.stop - piece.start
 
@@ -201,21 +201,18 @@ class TorchPagedAttention:
         out_KRW = torch.bmm(weights_KGCS.flatten(1, 2), v_KSW)
         return out_KRW.unflatten(1, (-1, length)).flatten(0, 1)
 
-    def _decode_group(self, group: Sequence[Piece], first: int) -> _Decodes:
-        longest = group[-1].stop
-        width = -(-longest // self._pool.block_size)
-        table = np.empty((len(group), width), dtype=np.int64)
-        for row, piece in enumerate(group):
-            held = -(-piece.stop // self._pool.block_size)
-            table[row, :held] = piece.blocks[:held]
-            # any block would do for padding; its own keeps a broken row to itself
-            table[row, held:] = piece.blocks[held - 1]
+    def _decode_group(self, singles: Singles, first: int, last: int) -> _Decodes:
+        lengths = singles.lengths[first:last]
+        last_block = (lengths - 1) // self._pool.block_size
+        # any block would do for padding; its own keeps a broken row to itself
+        place = np.minimum(np.arange(int(last_block[-1]) + 1), last_block[:, None])
+        blocks = singles.table[singles.rows[first:last, None], place].astype(np.int64)
         return _Decodes(
             first=first,
-            last=first + len(group),
-            shortest=group[0].stop,
-            lengths=self._tensor(np.array([piece.stop for piece in group])),
-            blocks=self._tensor(table.reshape(-1)),
+            last=last,
+            shortest=int(lengths[0]),
+            lengths=self._tensor(lengths),
+            blocks=self._tensor(blocks.reshape(-1)),
         )
 
     def _chunk(self, piece: Piece, first: int) -> _Chunk:
@@ -232,25 +229,32 @@ class TorchPagedAttention:
 
 def _slots(piece: Piece, block_size: int) -> np.ndarray:
     """The slots of a piece's own tokens."""
-    if piece.stop - piece.start == 1:
-        block, offset = divmod(piece.start, block_size)
-        return np.array([piece.blocks[block] * block_size + offset])
     position = np.arange(piece.start, piece.stop)
     return np.asarray(piece.blocks)[position // block_size] * block_size + position % block_size
 
 
-def decode_groups(pieces: Sequence[Piece], most_tokens: int | None) -> list[Sequence[Piece]]:
-    """Cut pieces, ordered by context length, where padding or the whole would grow too large."""
-    groups: list[Sequence[Piece]] = []
+def _single_slots(singles: Singles, block_size: int) -> np.ndarray:
+    position = singles.lengths - 1
+    blocks = singles.table[singles.rows, position // block_size].astype(np.int64)
+    slots: np.ndarray = blocks * block_size + position % block_size
+    return slots
+
+
+def decode_groups(lengths: Sequence[int], most_tokens: int | None) -> list[tuple[int, int]]:
+    """Cut contexts, the shortest first, where padding or the whole would grow too large.
+
+    Return the first and the last + 1 of each group.
+    """
+    groups: list[tuple[int, int]] = []
     first = 0
-    for index, piece in enumerate(pieces):
-        padded = piece.stop > _PADDING_RATIO * pieces[first].stop + _PADDING_TOKENS
-        tokens = (index - first + 1) * piece.stop
+    for index, length in enumerate(lengths):
+        padded = length > _PADDING_RATIO * lengths[first] + _PADDING_TOKENS
+        tokens = (index - first + 1) * length
         if padded or (most_tokens is not None and tokens > most_tokens and index > first):
-            groups.append(pieces[first:index])
+            groups.append((first, index))
             first = index
-    if pieces:
-        groups.append(pieces[first:])
+    if lengths:
+        groups.append((first, len(lengths)))
     return groups
 
 

@@ -1,0 +1,144 @@
+"""What a step computes, and what came of it. Knows nothing of queues, tensors or text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jobrunner.engine.draws import Draw
+from jobrunner.engine.sequence import Sequence
+from jobrunner.engine.swap import Copy
+from jobrunner.records import Completion, TokenLogprob
+
+Numbers = np.ndarray
+
+_NONE = np.zeros(0, np.int64)
+_NOBODY = np.zeros(0, object)
+_NO_TABLE = np.zeros((0, 1), np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start` up to, not including, `stop` of a sequence.
+
+    `samples` says that the logits of its last token give the next one. `follows`: its token is
+    not known, it is the one that the step launched before draws as its so-manieth.
+    """
+
+    sequence: Sequence
+    start: int
+    stop: int
+    samples: bool
+    decode: bool = False
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decodes:
+    """The next token of each of N sequences, in arrays: all are `[N]` but `table`.
+
+    A token stands at position `starts`; it is `tokens`, or, where `follows` is not negative, the
+    one that the step launched before draws as its so-manieth. Row `slots` of `table`, `[rows,
+    blocks]`, lists the blocks of its sequence; it is to be read before the next plan. `rows` are
+    the places of the sequences' rows in their shards, `ruled` says whose draw has rules. `left`
+    tells the slots of this plan from those after somebody has left.
+    """
+
+    sequences: Numbers = field(default_factory=lambda: _NOBODY)
+    slots: Numbers = field(default_factory=lambda: _NONE)
+    starts: Numbers = field(default_factory=lambda: _NONE)
+    tokens: Numbers = field(default_factory=lambda: _NONE)
+    follows: Numbers = field(default_factory=lambda: _NONE)
+    rows: Numbers = field(default_factory=lambda: _NONE)
+    ruled: Numbers = field(default_factory=lambda: _NONE)
+    table: Numbers = field(default_factory=lambda: _NO_TABLE)
+    left: int = 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def chunks(self) -> list[Chunk]:
+        """Each as a chunk of one token."""
+        return [
+            Chunk(sequence, start, start + 1, True, True, None if follows < 0 else follows)
+            for sequence, start, follows in zip(
+                self.sequences, self.starts.tolist(), self.follows.tolist(), strict=True
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step computes: at most one chunk of a sequence, decodes first.
+
+    `copies` between device and host memory are carried out before, in their order.
+    """
+
+    decodes: Decodes = field(default_factory=Decodes)
+    prefills: Seq[Chunk] = ()
+    completions: Seq[Completion] = ()
+    preemptions: int = 0
+    tokens_cached: int = 0
+    copies: Seq[Copy] = ()
+
+    def __len__(self) -> int:
+        """How many sequences it computes something of."""
+        return len(self.decodes) + len(self.prefills)
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of it, one by one."""
+        return [*self.decodes.chunks(), *self.prefills]
+
+    def sampling(self) -> list[Sequence]:
+        """The sequences that get a token, in the order of the plan."""
+        return [*self.decodes.sequences, *(each.sequence for each in self.prefills if each.samples)]
+
+    def draws(self) -> list[Draw | None]:
+        """What decides the token of each of `sampling`, beside its logits; None if nothing does."""
+        decodes = self.decodes
+        draws: list[Draw | None] = [None] * len(decodes)
+        for place in np.flatnonzero(decodes.ruled).tolist():
+            draws[place] = decodes.sequences[place].draw
+        return draws + [each.sequence.draw for each in self.prefills if each.samples]
+
+    @property
+    def swapped_blocks(self) -> int:
+        return sum(len(copy.host_blocks) for copy in self.copies)
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(chunk.stop - chunk.start for chunk in self.prefills)
+
+    @property
+    def decode_tokens(self) -> int:
+        return len(self.decodes)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that its sequences already have in KV memory."""
+        return int(self.decodes.starts.sum()) + sum(chunk.start for chunk in self.prefills)
+
+    @property
+    def tokens_recomputed(self) -> int:
+        # what a decode computes is new: only a prefill goes over what was lost
+        return sum(
+            max(0, min(chunk.stop, chunk.sequence.computed_before) - chunk.start)
+            for chunk in self.prefills
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of a plan: one token per sampling chunk, in the order of the plan.
+
+    `logprobs` runs beside the tokens, None for a row that wants none; it is empty where no row
+    wants any. `copy_s` went into the copies of the plan, `compute_s` into the rest; 0 is unknown.
+    """
+
+    tokens: Seq[int] | Numbers = ()
+    logprobs: Seq[TokenLogprob | None] = ()
+    copy_s: float = 0.0
+    compute_s: float = 0.0
