@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -83,6 +84,8 @@ class Scheduler:
         self._admissions = 0
         # plans that are launched and not committed
         self._in_flight = 0
+        # how many run, by priority
+        self._bands = Counter[int]()
         # those that run and draw by what they know of their tokens
         self._tied = 0
         # somebody gives way as soon as all is committed
@@ -331,6 +334,9 @@ class Scheduler:
             "who is tied was miscounted"
         )
         self._running.check()
+        assert self._bands == Counter(each.request.priority for each in self._running), (
+            "the bands of those who run were miscounted"
+        )
         for sequence in self._running:
             assert sequence.unknown <= self._in_flight, "a token stays unknown"
             assert sequence.remaining >= 1, "a running sequence has nothing to compute"
@@ -406,6 +412,9 @@ class Scheduler:
         Nobody goes where that would not do. A shortage that is only foreseen is no reason: when
         it comes, the lower bands are still there to give way.
         """
+        # asked in every step in which somebody waits, so not each of those who run
+        if max(self._bands, default=0) <= candidate.request.priority:
+            return False
         lower = self._preemption.below(candidate, self._running.sequences)
         if self._policy.together or not self._would_do(lower, candidate):
             return False
@@ -492,6 +501,7 @@ class Scheduler:
         self._admissions += 1
         self._tied += sequence.occurrences is not None
         self._running.enter(sequence)
+        self._bands[sequence.request.priority] += 1
         if sequence.decoding:
             return
         known = sequence.computed // self.blocks.block_size
@@ -508,6 +518,9 @@ class Scheduler:
         self._prefixes.left(sequence)
         self._admission.left(sequence.slot)
         self._running.leave(sequence)
+        self._bands[sequence.request.priority] -= 1
+        if not self._bands[sequence.request.priority]:
+            del self._bands[sequence.request.priority]
         self._holding.release(sequence.blocks, late=late)
         sequence.blocks = []
 
