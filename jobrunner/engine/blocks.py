@@ -73,16 +73,25 @@ class Blocks:
         """Hand out private blocks, each with one reference; `free` must cover them."""
         if count > self.free:
             raise ValueError(f"{count} blocks wanted, {self.free} free")
-        return [self._take() for _ in range(count)]
+        # thousands a second: no call for each
+        empty = self._empty
+        first = max(0, len(empty) - count)
+        blocks = empty[first:][::-1]
+        del empty[first:]
+        for block in blocks:
+            self._references[block] = 1
+        blocks += [self._evict() for _ in range(count - len(blocks))]
+        return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each block of a sequence."""
         # the end of a chain is useless without its beginning, so it must be evicted first
+        references, digest, empty = self._references, self._digest, self._empty
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._digest[block] is None:
-                    self._empty.append(block)
+            references[block] -= 1
+            if references[block] == 0:
+                if digest[block] is None:
+                    empty.append(block)
                 else:
                     self._idle[block] = None
 
@@ -111,14 +120,12 @@ class Blocks:
         assert idle <= named.keys(), "an idle block has no name"
         assert not empty & named.keys(), "an empty block has a name"
 
-    def _take(self) -> int:
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block, _ = self._idle.popitem(last=False)
-            digest = self._digest[block]
-            if digest is not None:
-                del self._published[digest]
-                self._digest[block] = None
+    def _evict(self) -> int:
+        """Take the cached block that was released longest ago."""
+        block, _ = self._idle.popitem(last=False)
+        digest = self._digest[block]
+        if digest is not None:
+            del self._published[digest]
+            self._digest[block] = None
         self._references[block] = 1
         return block
