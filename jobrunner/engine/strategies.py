@@ -6,6 +6,7 @@ from jobrunner.config import BatchingTable
 from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.order import order_named
+from jobrunner.engine.pace import Pace
 from jobrunner.engine.policies import policy_named
 from jobrunner.engine.prediction import LengthPredictor
 from jobrunner.engine.preemption import Costs, Preemption
@@ -36,7 +37,12 @@ def make_scheduler(
     predictor = LengthPredictor()
     admission = Admission()
     if ahead:
-        admission = AdmissionAhead(predictor, blocks.block_size, Reserve(batching.reserve))
+        admission = AdmissionAhead(
+            predictor,
+            blocks.block_size,
+            Reserve(batching.reserve),
+            Pace(blocks.capacity, limits.max_batch_size),
+        )
     return Scheduler(
         blocks,
         limits,
