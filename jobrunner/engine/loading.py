@@ -23,6 +23,7 @@ from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.fused import make_fast
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
@@ -33,7 +34,7 @@ from jobrunner.engine.memory import (
 )
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
-from jobrunner.engine.proof import prove
+from jobrunner.engine.proof import leave, prove
 from jobrunner.engine.runner import TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
@@ -211,9 +212,11 @@ def prove_model(
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
     block_size: int = 16,
+    fast: bool = True,
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
 
+    `fast` replaces what there are faster parts for on this device; else only attention is ours.
     Raises ModelError where the model cannot run here.
     """
     info = read_model_info(
@@ -221,7 +224,8 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
+    improve = make_fast if fast else leave
+    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len, improve)
     return ProvenModel(info, model, calls)
 
 
