@@ -66,7 +66,7 @@ def sample_on_device(
 def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
     """Return the argmax of each row, `[B]`; of equal ones the first, of a row with NaN that one.
 
-    Rounding to a wider type changes no order, so this is the token of the logits in float32 too.
+    A wider type holds every number of a narrow one: this is the argmax in float32 too.
     """
     width = logits_BV.shape[1]
     if logits_BV.device.type != "cpu" or width < 2 * _WINDOW:
