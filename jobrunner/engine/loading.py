@@ -20,6 +20,7 @@ from jobrunner.config import BatchingTable
 from jobrunner.engine.attention.hook import attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
@@ -205,6 +206,14 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
+def use_threads(threads: AutoInt) -> None:
+    """Compute on so many threads of the CPU, by default on the cores that this process may use."""
+    if threads == "auto":
+        # torch knows of the cores it is bound to, not of quotas and Slurm
+        threads = min(torch.get_num_threads(), allowed_cores())
+    torch.set_num_threads(threads)
+
+
 def prove_model(
     folder: Path,
     *,
@@ -253,8 +262,7 @@ def open_engine(
     Without `ahead` a row is admitted if it fits now, whatever comes.
     Raises ModelError where the model cannot run here.
     """
-    if threads != "auto":
-        torch.set_num_threads(threads)
+    use_threads(threads)
     proven = prove_model(
         folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
     )
