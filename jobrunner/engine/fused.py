@@ -95,7 +95,8 @@ def make_fast(model: nn.Module) -> None:
         log.info("packed %d linear layers, fused %d gated units of them", linears, gated)
         try:
             from jobrunner.engine.row_kernels import rms_norm, rotate
-        except ImportError as error:
+        except (ImportError, RuntimeError) as error:
+            # numba is absent, or finds no folder to keep what it compiled in
             log.info("norms and rotations stay as transformers computes them: %s", error)
             return
         norms = _replace(model, lambda own: _norm(own, rms_norm))
