@@ -20,9 +20,11 @@ from jobrunner.config import BatchingTable
 from jobrunner.engine.attention.hook import attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.fused import make_fast
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
@@ -33,7 +35,7 @@ from jobrunner.engine.memory import (
 )
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
-from jobrunner.engine.proof import prove
+from jobrunner.engine.proof import leave, prove
 from jobrunner.engine.runner import TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
@@ -204,6 +206,14 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
+def use_threads(threads: AutoInt) -> None:
+    """Compute on so many threads of the CPU, by default on the cores that this process may use."""
+    if threads == "auto":
+        # torch knows of the cores it is bound to, not of quotas and Slurm
+        threads = min(torch.get_num_threads(), allowed_cores())
+    torch.set_num_threads(threads)
+
+
 def prove_model(
     folder: Path,
     *,
@@ -211,9 +221,11 @@ def prove_model(
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
     block_size: int = 16,
+    fast: bool = True,
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
 
+    `fast` replaces what there are faster parts for on this device; else only attention is ours.
     Raises ModelError where the model cannot run here.
     """
     info = read_model_info(
@@ -221,7 +233,8 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
+    improve = make_fast if fast else leave
+    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len, improve)
     return ProvenModel(info, model, calls)
 
 
@@ -249,8 +262,7 @@ def open_engine(
     Without `ahead` a row is admitted if it fits now, whatever comes.
     Raises ModelError where the model cannot run here.
     """
-    if threads != "auto":
-        torch.set_num_threads(threads)
+    use_threads(threads)
     proven = prove_model(
         folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
     )
