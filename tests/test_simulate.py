@@ -132,6 +132,19 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
     assert (tmp_path / "slots.svg").exists()
 
 
+def test_latencies_are_told_by_priority(tmp_path):
+    # one slot and steps of a second: the rows of priority 0 take 1 and 2 s, the others wait
+    (tmp_path / "trace.csv").write_text("prompt,output,priority\n1,1,0\n1,1,1\n1,1,0\n1,1,1\n")
+    words = ["--trace", str(tmp_path / "trace.csv"), "--set", "cost.step_s=1"]
+    words += [*("--set", "batching.max_batch_size=1"), "--variant", "policy=continuous"]
+    words += ["--set", "trace.prompt=prompt", "--set", "trace.output=output"]
+    bands = numbers(*words)["continuous"]["latency_by_priority"]
+    assert [(band["priority"], band["samples"]) for band in bands] == [(0, 2), (1, 2)]
+    found = [band[name] for band in bands for name in ("p50_s", "p99_s")]
+    assert found == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=0.05)
+    assert re.search(r"of priority 1, p99 s +4", run(*words))
+
+
 def test_without_a_sweep_the_three_policies_are_compared():
     assert list(numbers(*SMALL)) == ["static", "dynamic", "continuous"]
 
