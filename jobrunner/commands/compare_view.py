@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOT_OF_GENERATE = frozenset(
     "fused_fraction kv_use kv_use_peak prefill_time_s decode_time_s overhead_mean_s"
     " speed_up parallel_fraction speed_up_ceiling recompute_s swap_overhead_s"
-    " context_tokens waiting_mean queue_wait_estimate_s".split()
+    " context_tokens attended_tokens waiting_mean queue_wait_estimate_s".split()
 )
 # what is over when everything has run
 _MOMENTARY = frozenset(

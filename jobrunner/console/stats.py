@@ -141,11 +141,13 @@ class Snapshot:
     preemptions: int
     tokens_computed: int
     #: of them tokens of prompts, computed again or not, and those after them; and Σ over steps of
-    #: the tokens that the step's sequences already had in KV memory: with busy_s and steps,
-    #: what the cost of a step is fitted to
+    #: the tokens that the step's sequences already had in KV memory, and over prompt tokens of
+    #: the tokens that each attends to: with busy_s, swap_s and steps, what the cost of a step is
+    #: fitted to
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
+    attended_tokens: int
     #: tokens lost to a preemption and computed again
     tokens_recomputed: int
     #: prompt tokens taken from the prefix cache instead of being computed
@@ -276,6 +278,7 @@ class Stats:
         self._prefill_tokens = 0
         self._decode_tokens = 0
         self._context_tokens = 0
+        self._attended_tokens = 0
         self._tokens_padded = 0
         self._tokens_recomputed = 0
         self._tokens_cached = 0
@@ -307,6 +310,7 @@ class Stats:
         self._prefill_tokens += step.prefill_tokens
         self._decode_tokens += step.decode_tokens
         self._context_tokens += step.context_tokens
+        self._attended_tokens += step.attended_tokens
         self._tokens_padded += step.tokens_padded
         self._tokens_recomputed += step.tokens_recomputed
         self._tokens_cached += step.tokens_cached
@@ -451,6 +455,7 @@ class Stats:
             "prefill_tokens": self._prefill_tokens,
             "decode_tokens": self._decode_tokens,
             "context_tokens": self._context_tokens,
+            "attended_tokens": self._attended_tokens,
             "tokens_recomputed": self._tokens_recomputed,
             "tokens_cached": self._tokens_cached,
             "peak_memory_bytes": self._peak_memory(),

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol, runtime_checkable
 
 from jobrunner.engine.duplicates import Duplicates
@@ -227,6 +228,7 @@ class Engine:
             tokens_recomputed=plan.tokens_recomputed,
             tokens_cached=plan.tokens_cached,
             context_tokens=sum(chunk.start for chunk in plan.chunks),
+            attended_tokens=attended_tokens(plan),
             batch_size=len(plan.chunks) - discarded,
             running=running,
             waiting=self._scheduler.waiting,
@@ -246,6 +248,15 @@ class Engine:
         limits = self._tuning.observe(step) if self._tuning is not None else None
         if limits is not None:
             self._scheduler.retune(limits)
+
+
+def attended_tokens(plan: Plan) -> int:
+    """Sum over the prompt tokens of a plan how many tokens each of them attends to."""
+    # the prompts stand behind the decodes, of which there may be many
+    prompts = takewhile(lambda chunk: not chunk.decode, reversed(plan.chunks))
+    return sum(
+        (chunk.stop * (chunk.stop + 1) - chunk.start * (chunk.start + 1)) // 2 for chunk in prompts
+    )
 
 
 def _launcher(runner: Runner) -> Callable[[Plan], Pending]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from jobrunner.config import BatchingTable
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.engine.blocks import Blocks
-from jobrunner.engine.engine import Engine
+from jobrunner.engine.engine import Engine, Runner
 from jobrunner.engine.preemption import Costs
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.strategies import make_scheduler
 from jobrunner.records import Requests, Step, TextStream
+from jobrunner.simulate.attending import Attending
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.requests import VirtualClock, VirtualRequests
 from jobrunner.simulate.runner import VirtualRunner
@@ -38,6 +39,7 @@ class Machine:
     kv_blocks: int
     batching: BatchingTable
     max_new_tokens: int
+    known_lengths: bool = False
     workers: int = 1
     shared_prefix: int = 0
     host_blocks: int = 0
@@ -102,8 +104,11 @@ class _Worker:
         self._runner = VirtualRunner(
             self._clock, machine.cost, rows, lambda: self._scheduler.staying, slots
         )
+        runner: Runner = self._runner
+        if machine.cost.attended_token_s:
+            runner = Attending(runner, self._clock, machine.cost.attended_token_s)
         self._requests = self._source(rows, machine)
-        engine = Engine(self._scheduler, self._runner, clock=self._clock)
+        engine = Engine(self._scheduler, runner, clock=self._clock)
         self._steps = engine.run(self._requests)
 
     def _source(self, rows: Sequence[TraceRow], machine: Machine) -> Requests:
@@ -111,7 +116,7 @@ class _Worker:
             rows,
             range(self.number, len(rows), machine.workers),
             self._clock,
-            machine.max_new_tokens,
+            None if machine.known_lengths else machine.max_new_tokens,
             machine.shared_prefix,
         )
         if not rows or rows[-1].arrival_s == 0.0:
