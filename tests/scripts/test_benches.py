@@ -46,8 +46,22 @@ def test_urgent_rows_preempt_others_by_swapping(work: list[str]) -> None:
     assert set(found["urgent_p99_s"]) == {"alone", "bands", "flat"}
 
 
+def test_a_job_in_a_fifth_of_its_memory_says_the_same(tmp_path: Path, tiny_model: Path) -> None:
+    rows, job = tmp_path / "rows.parquet", tmp_path / "job.toml"
+    subprocess.run([sys.executable, SCRIPTS / "skewed_rows", rows, "--rows", "12"], check=True)
+    job.write_text(
+        f'[input]\npath = "{rows}"\nprompt = "question"\nparams = "params"\n'
+        f'[output]\npath = "run"\n[model]\nname = "{tiny_model}"\n'
+        '[batching]\nkv_memory = "64MiB"\n'
+    )
+    found = bench("bench_preemption", job, tmp_path, "--repeats", "1")
+    assert found["swap_recompute_s"] == 0.0 < found["swap_swap_s"]
+    assert found["recompute_swap_s"] == 0.0
+    assert found["swap_lost_s"] == found["swap_swap_s"]
+
+
 def test_a_shared_prompt_is_computed_once(work: list[str]) -> None:
-    found = bench("bench_prefix", *work, "--rows", "20", "--shared", "100")
+    found = bench("bench_prefix", *work, "--rows", "20", "--shared", "100", "--without")
     assert found["computed"] + found["cached"] == found["prompt_tokens"]
     assert found["computed_share_without"] == 1.0
     # all but the last block of what is shared, and what is each row's own
