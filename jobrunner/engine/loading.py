@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine.attention.hook import attach
-from jobrunner.engine.attention.torch_paged import TorchPagedAttention
+from jobrunner.engine.attention.choice import MakeAttention, Wanted, choose_attention
+from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
@@ -88,11 +88,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProvenModel:
-    """A model whose weights are loaded, and the attention calls of each of its passes."""
+    """A model whose weights are loaded, and the attention calls of each of its passes.
+
+    `make_attention` is what it was proved with.
+    """
 
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
+    make_attention: MakeAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class PlacedModel:
 
     info: ModelInfo
     model: torch.nn.Module
-    attention: TorchPagedAttention
+    attention: Attention
     pool: KvPool
     host_blocks: int
     kv_bytes_per_token: int
@@ -210,6 +214,7 @@ def prove_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     block_size: int = 16,
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
@@ -221,8 +226,9 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
-    return ProvenModel(info, model, calls)
+    make_attention = choose_attention(attention, info.device, model.dtype)
+    calls = prove(model, make_attention, block_size, info.max_model_len)
+    return ProvenModel(info, model, calls, make_attention)
 
 
 def open_engine(
@@ -233,6 +239,7 @@ def open_engine(
     device: str = "auto",
     threads: AutoInt = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     max_batch_size: AutoInt = "auto",
     token_budget: AutoInt = "auto",
     chunk_size: AutoInt = "auto",
@@ -252,7 +259,12 @@ def open_engine(
     if threads != "auto":
         torch.set_num_threads(threads)
     proven = prove_model(
-        folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
+        folder,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        attention=attention,
+        block_size=block_size,
     )
     info = proven.info
     rules = scheduling or BatchingTable()
@@ -306,7 +318,7 @@ def place_model(
     )
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
     pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
-    attention = TorchPagedAttention(pool, model.device)
+    attention = proven.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
     log.info(
