@@ -29,8 +29,12 @@ from jobrunner.engine.attention.tiles import (
     dot_rows,
     exponentials,
     largest,
+    multiplies_pairs,
     multiply_add,
+    multiply_add_pairs,
+    pair_rows,
     prefetch,
+    round_row,
     take_next,
 )
 
@@ -95,6 +99,7 @@ class Kernels:
 @cache
 def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
     """Compile for float32, or for uint16 as bfloat16; `keep` it in numba's cache."""
+    pairs = stored is np.uint16 and multiplies_pairs()
     entry = cfunc(types.void(types.CPointer(_JOB)), cache=keep, error_model="numpy")
 
     # Functions are given by their addresses, as compiled code that calls others holds a copy of
@@ -269,13 +274,20 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
         W = _padded(value_width)
         queries = job.heads // job.kv_heads
         most = queries * CHUNK_QUERIES if job.chunk_pieces else 0
-        q = np.empty(most * width, np.float32)
+        q = np.empty(0 if pairs else most * width, np.float32)
         scores = np.empty(most * _KEYS, np.float32)
         sums = np.empty(most * W, np.float32)
         highest = np.empty(most, np.float32)
         totals = np.empty(most, np.float32)
-        k_DS = np.zeros(width * _KEYS, np.float32)
-        v_SW = np.zeros(_KEYS * W, np.float32)
+        k_DS = np.zeros(0 if pairs else width * _KEYS, np.float32)
+        v_SW = np.zeros(0 if pairs else _KEYS * W, np.float32)
+        # the same in pairs of bfloat16 along what is summed over
+        half = (width + 1) // 2
+        q_pairs = np.zeros(most * half if pairs else 0, np.int32)
+        k_pairs = np.zeros(half * _KEYS if pairs else 0, np.int32)
+        v_pairs = np.zeros(_KEYS // 2 * W if pairs else 0, np.int32)
+        weights = np.zeros(most * _KEYS if pairs else 0, np.uint16)
+        weight_pairs, q_halves = weights.view(np.int32), q_pairs.view(np.uint16)
 
         while True:
             taken = take_next(counters, _CHUNKS_TAKEN)
@@ -290,21 +302,31 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
                     at = (head * queries + g) * job.q_head_stride + (
                         first_row + i
                     ) * job.q_token_stride
-                    _load_row(q_HTD, at, width, q, (g * own + i) * width, job.scale)
+                    r = g * own + i
+                    if pairs:
+                        _copy_row(q_HTD, at, width, q_halves, r * 2 * half)
+                    else:
+                        _load_row(q_HTD, at, width, q, r * width, job.scale)
             blocks_L, base = table_CL[chunk], head * job.blocks
             highest[:] = -np.inf
             totals[:] = 0
             sums[:] = 0
             for begin in range(_first_seen(start, kind, size), stop, _KEYS):
                 count = min(_KEYS, stop - begin)
-                for s in range(count):
-                    block, position = divmod(begin + s, positions)
-                    slot = (base + blocks_L[block]) * positions + position
-                    for d in range(width):
-                        k_DS[d * _KEYS + s] = as_float32(keys[slot * width + d])
-                    for w in range(value_width):
-                        v_SW[s * W + w] = as_float32(values[slot * value_width + w])
-                _products(q, width, k_DS, scores, rows, _padded(count))
+                if pairs:
+                    _pair_keys(keys, width, blocks_L, base, positions, begin, count, k_pairs)
+                    _pair_values(
+                        values, value_width, blocks_L, base, positions, begin, count, v_pairs, W
+                    )
+                    _pair_products(q_pairs, half, k_pairs, scores, rows, _padded(count), job.scale)
+                else:
+                    for s in range(count):
+                        slot = base * positions + _slot(blocks_L, begin + s, positions)
+                        for d in range(width):
+                            k_DS[d * _KEYS + s] = as_float32(keys[slot * width + d])
+                        for w in range(value_width):
+                            v_SW[s * W + w] = as_float32(values[slot * value_width + w])
+                    _products(q, width, k_DS, scores, rows, _padded(count))
                 _cap(scores, _KEYS, rows, count, job.softcap)
                 for i in range(own):
                     lowest = min(count, _first_seen(start + i, kind, size) - begin)
@@ -316,7 +338,11 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
                         for s in range(after, count):
                             scores[at + s] = -np.inf
                 _soften(scores, _KEYS, rows, count, highest, totals, sums, W)
-                _add_rows(scores, 0, _KEYS, v_SW, 0, sums, W, rows, count)
+                if pairs:
+                    _pair_weights(scores, weights, rows, _padded(count))
+                    _add_pairs(weight_pairs, v_pairs, sums, W, rows, (count + 1) // 2)
+                else:
+                    _add_rows(scores, 0, _KEYS, v_SW, 0, sums, W, rows, count)
             for g in range(queries):
                 h = head * queries + g
                 for i in range(own):
@@ -355,6 +381,12 @@ def _copy(source, strides, token, target, slot, slots, heads, width):
         at = (head * slots + slot) * width
         for i in range(width):
             target[at + i] = source[begin + i]
+
+
+@_inner
+def _copy_row(source, at, count, target, first):
+    for i in range(count):
+        target[first + i] = source[at + i]
 
 
 @_inner
@@ -478,17 +510,110 @@ def _add_rows(weights, first, span, values, at, sums, W, rows, count):
 @_inner
 def _products(q, width, k_DS, scores, rows, count):
     """Scores of every row of Q with `count` columns of K, a multiple of 16."""
-    r = 0
+    n, r = width, 0
+    wide = count // (4 * LANES) * 4 * LANES
     while r < rows:
-        a, c = r * width, r * _KEYS
+        a, c = r * n, r * _KEYS
         if r + 4 <= rows:
-            if count == _KEYS:
-                multiply_add(q, a, width, k_DS, 0, _KEYS, scores, c, _KEYS, width, 4, 4, 0)
-            else:
-                for s in range(0, count, LANES):
-                    multiply_add(q, a, width, k_DS, s, _KEYS, scores, c + s, _KEYS, width, 4, 1, 0)
+            for s in range(0, wide, 4 * LANES):
+                multiply_add(q, a, n, k_DS, s, _KEYS, scores, c + s, _KEYS, n, 4, 4, 0)
+            for s in range(wide, count, LANES):
+                multiply_add(q, a, n, k_DS, s, _KEYS, scores, c + s, _KEYS, n, 4, 1, 0)
             r += 4
         else:
             for s in range(0, count, LANES):
-                multiply_add(q, a, width, k_DS, s, _KEYS, scores, c + s, _KEYS, width, 1, 1, 0)
+                multiply_add(q, a, n, k_DS, s, _KEYS, scores, c + s, _KEYS, n, 1, 1, 0)
+            r += 1
+
+
+@_inner
+def _pair_keys(keys, width, blocks_L, base, positions, begin, count, k_pairs):
+    """Lay K of `count` positions out as columns of pairs."""
+    halves = k_pairs.view(np.uint16)
+    whole = keys.view(np.int32) if width % 2 == 0 else k_pairs
+    for s in range(count):
+        slot = base * positions + _slot(blocks_L, begin + s, positions)
+        if width % 2 == 0:
+            at = slot * width // 2
+            for d in range(width // 2):
+                k_pairs[d * _KEYS + s] = whole[at + d]
+        else:
+            for d in range(width):
+                halves[(d // 2 * _KEYS + s) * 2 + d % 2] = keys[slot * width + d]
+
+
+@_inner
+def _pair_values(values, width, blocks_L, base, positions, begin, count, v_pairs, W):
+    """Lay V of `count` positions out as rows of pairs, of two positions each."""
+    for s in range(0, count, 2):
+        first = (base * positions + _slot(blocks_L, begin + s, positions)) * width
+        target = s // 2 * W
+        if s + 1 < count:
+            second = (base * positions + _slot(blocks_L, begin + s + 1, positions)) * width
+            whole = width // LANES * LANES
+            pair_rows(values, first, second, v_pairs, target, whole)
+            for w in range(whole, width):
+                high = np.int32(values[second + w]) << np.int32(16)
+                v_pairs[target + w] = np.int32(values[first + w]) | high
+        else:
+            for w in range(width):
+                v_pairs[target + w] = np.int32(values[first + w])
+
+
+@_inner
+def _pair_products(q_pairs, half, k_pairs, scores, rows, count, scale):
+    """Scores of every row of Q with `count` columns of K, a multiple of 16."""
+    n, r = half, 0
+    wide = count // (4 * LANES) * 4 * LANES
+    while r < rows:
+        a, c = r * n, r * _KEYS
+        if r + 4 <= rows:
+            for s in range(0, wide, 4 * LANES):
+                multiply_add_pairs(
+                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 4, 4, 0
+                )
+            for s in range(wide, count, LANES):
+                multiply_add_pairs(
+                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 4, 1, 0
+                )
+            r += 4
+        else:
+            for s in range(0, count, LANES):
+                multiply_add_pairs(
+                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 1, 1, 0
+                )
+            r += 1
+
+
+@_inner
+def _pair_weights(scores, weights, rows, count):
+    for r in range(rows):
+        round_row(scores, r * _KEYS, weights, r * _KEYS, count)
+
+
+@_inner
+def _add_pairs(weights, v_pairs, sums, W, rows, count):
+    """Add to each row of sums `count` rows of pairs of V by their weights."""
+    stride = _KEYS // 2
+    r = 0
+    while r < rows:
+        a, c = r * stride, r * W
+        if r + 4 <= rows:
+            w = 0
+            while w + 4 * LANES <= W:
+                multiply_add_pairs(
+                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 4, 4, 1
+                )
+                w += 4 * LANES
+            while w < W:
+                multiply_add_pairs(
+                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 4, 1, 1
+                )
+                w += LANES
+            r += 4
+        else:
+            for w in range(0, W, LANES):
+                multiply_add_pairs(
+                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 1, 1, 1
+                )
             r += 1

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import llvmlite.ir as ir
+from llvmlite.binding import get_host_cpu_features
 from numba.core import types
 from numba.core.cgutils import alloca_once, for_range
 from numba.extending import intrinsic
@@ -65,7 +66,7 @@ class _Array:
         builder.store(value, pointer, align=4)
 
     def load_everywhere(self, index: Value) -> Value:
-        """Load one float32 into all lanes."""
+        """Load one number of 32 bits into all lanes."""
         return _splat(self._builder, self._builder.load(self.at(index)))
 
 
@@ -117,7 +118,7 @@ def multiply_add(
     """C[rows, 16 * vectors] = A[rows, count] @ B[count, 16 * vectors], or += where `adds`.
 
     A and C are float32; `rows`, `vectors` and `adds` are literals.
-    """  # fmt: skip
+    """
     index = types.int64
     places = (a, index, index, b, index, index, c, index, index, index)
     signature = types.void(*places, rows, vectors, adds)
@@ -161,6 +162,144 @@ def multiply_add(
     return signature, codegen
 
 
+class _BFloat16(ir.Type):  # type: ignore[misc]
+    """As LLVM calls it; llvmlite has no name for it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
+
+
+def multiplies_pairs() -> bool:
+    """Whether the processor multiplies and adds pairs of bfloat16."""
+    return bool(get_host_cpu_features().get("avx512bf16", False))
+
+
+@intrinsic(prefer_literal=True)
+def multiply_add_pairs(
+    typing_context,
+    a,
+    a_first,
+    a_stride,
+    b,
+    b_first,
+    b_stride,
+    c,
+    c_first,
+    c_stride,
+    count,
+    factor,
+    rows,
+    vectors,
+    adds,
+):
+    """Do `multiply_add` with two products at a time; only where `multiplies_pairs`.
+
+    A and B are int32 that hold two bfloat16 each: A[row, i] what B[i, column] is multiplied with.
+    Unless it `adds`, the product is multiplied with `factor`.
+    """
+    index = types.int64
+    places = (a, index, index, b, index, index, c, index, index, index, types.float32)
+    signature = types.void(*places, rows, vectors, adds)
+    row_count, vector_count = rows.literal_value, vectors.literal_value
+    begins_with_c = bool(adds.literal_value)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        a, b, c = (_Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
+        a_first, a_stride, b_first, b_stride = (values[i] for i in (1, 2, 4, 5))
+        c_first, c_stride, count, factor = values[7:11]
+        tile = [(row, vector) for row in range(row_count) for vector in range(vector_count)]
+
+        def c_at(row: int, vector: int) -> Value:
+            begin = builder.add(c_first, builder.mul(c_stride, _index(row)))
+            return builder.add(begin, _index(LANES * vector))
+
+        def pairs_at(index: Value) -> Value:
+            pointer = builder.bitcast(b.at(index), _PAIRS.as_pointer())
+            return builder.load(pointer, align=4)
+
+        sums = {place: alloca_once(builder, _FLOATS) for place in tile}
+        for place in tile:
+            start = c.load_row(c_at(*place)) if begins_with_c else _splat_constant(_FLOATS, 0.0)
+            builder.store(start, sums[place])
+        a_rows = [builder.add(a_first, builder.mul(a_stride, _index(r))) for r in range(row_count)]
+        with for_range(builder, count) as loop:
+            begin = builder.add(b_first, builder.mul(b_stride, loop.index))
+            b_rows = [pairs_at(builder.add(begin, _index(LANES * v))) for v in range(vector_count)]
+            for row in range(row_count):
+                pair = a.load_everywhere(builder.add(a_rows[row], loop.index))
+                pair = builder.bitcast(pair, _PAIRS)
+                for vector in range(vector_count):
+                    place = sums[row, vector]
+                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+                    added = _call(builder, name, builder.load(place), pair, b_rows[vector])
+                    builder.store(added, place)
+        factors = _splat(builder, factor)
+        for place in tile:
+            total = builder.load(sums[place])
+            c.store_row(total if begins_with_c else builder.fmul(total, factors), c_at(*place))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def round_row(typing_context, source, first, target, at, count):
+    """Store `count` numbers, a multiple of 16, as bfloat16; none is larger than 1."""
+    index = types.int64
+    signature = types.void(source, index, target, index, index)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        source = _Array(context, builder, signature.args[0], values[0])
+        target = _Array(context, builder, signature.args[2], values[2])
+        half, one, sixteen = (_splat_constant(_INTS, number) for number in (0x7FFF, 1, 16))
+        with for_range(builder, builder.udiv(values[4], _index(LANES))) as loop:
+            offset = builder.mul(loop.index, _index(LANES))
+            bits = builder.bitcast(source.load_row(builder.add(values[1], offset)), _INTS)
+            odd = builder.and_(builder.lshr(bits, sixteen), one)
+            rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
+            halves = builder.trunc(rounded, _HALVES)
+            pointer = builder.bitcast(
+                target.at(builder.add(values[3], offset)), _HALVES.as_pointer()
+            )
+            builder.store(halves, pointer, align=2)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def pair_rows(typing_context, source, first, second, target, at, count):
+    """Store two rows of `count` bfloat16, a multiple of 16, as one of pairs."""
+    index = types.int64
+    signature = types.void(source, index, index, target, index, index)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        source = _Array(context, builder, signature.args[0], values[0])
+        target = _Array(context, builder, signature.args[3], values[3])
+        with for_range(builder, builder.udiv(values[5], _index(LANES))) as loop:
+            offset = builder.mul(loop.index, _index(LANES))
+            low, high = (
+                builder.zext(
+                    builder.load(
+                        builder.bitcast(
+                            source.at(builder.add(begin, offset)), _HALVES.as_pointer()
+                        ),
+                        align=2,
+                    ),
+                    _INTS,
+                )
+                for begin in (values[1], values[2])
+            )
+            pairs = builder.or_(low, builder.shl(high, _splat_constant(_INTS, 16)))
+            target.store_row(pairs, builder.add(values[4], offset))
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 @intrinsic(prefer_literal=True)
 def dot_rows(
     typing_context,
@@ -180,7 +319,7 @@ def dot_rows(
     """C[rows, columns] = A[rows, width] @ B[columns, width].T, `width` a multiple of 16.
 
     A and C are float32; `rows` and `columns` are literals, 16 in product at most.
-    """  # fmt: skip
+    """
     index = types.int64
     places = (a, index, index, b, index, index, c, index, index, index)
     signature = types.void(*places, rows, columns)
