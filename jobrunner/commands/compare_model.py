@@ -41,6 +41,7 @@ def _place(job: Job, batch_size: int) -> PlacedModel:
         dtype=model.dtype,
         device=model.device,
         max_model_len=model.max_model_len,
+        attention=model.attention,
         block_size=batching.block_size,
     )
     return place_model(

@@ -17,8 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine.attention.hook import attach
-from jobrunner.engine.attention.torch_paged import TorchPagedAttention
+from jobrunner.engine.attention.choice import MakeAttention, Wanted, choose_attention
+from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
@@ -90,11 +90,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProvenModel:
-    """A model whose weights are loaded, and the attention calls of each of its passes."""
+    """A model whose weights are loaded, and the attention calls of each of its passes.
+
+    `make_attention` is what it was proved with.
+    """
 
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
+    make_attention: MakeAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,7 @@ class PlacedModel:
 
     info: ModelInfo
     model: torch.nn.Module
-    attention: TorchPagedAttention
+    attention: Attention
     pool: KvPool
     host_blocks: int
     kv_bytes_per_token: int
@@ -220,6 +224,7 @@ def prove_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     block_size: int = 16,
     fast: bool = True,
 ) -> ProvenModel:
@@ -233,9 +238,10 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
+    make_attention = choose_attention(attention, info.device, model.dtype)
     improve = make_fast if fast else leave
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len, improve)
-    return ProvenModel(info, model, calls)
+    calls = prove(model, make_attention, block_size, info.max_model_len, improve)
+    return ProvenModel(info, model, calls, make_attention)
 
 
 def open_engine(
@@ -246,6 +252,7 @@ def open_engine(
     device: str = "auto",
     threads: AutoInt = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     max_batch_size: AutoInt = "auto",
     token_budget: AutoInt = "auto",
     chunk_size: AutoInt = "auto",
@@ -264,7 +271,12 @@ def open_engine(
     """
     use_threads(threads)
     proven = prove_model(
-        folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
+        folder,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        attention=attention,
+        block_size=block_size,
     )
     info = proven.info
     rules = scheduling or BatchingTable()
@@ -318,7 +330,7 @@ def place_model(
     )
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
     pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
-    attention = TorchPagedAttention(pool, model.device)
+    attention = proven.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
     log.info(

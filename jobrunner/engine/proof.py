@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jobrunner.engine.attention.hook import Attention, Piece, Singles, UnservedError, attach
+from jobrunner.engine.attention.choice import MakeAttention
+from jobrunner.engine.attention.hook import Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
 from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.engine.runner import Packed, TransformersRunner
@@ -24,8 +25,6 @@ _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.25}
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
-
-MakeAttention = Callable[[KvPool, torch.device], Attention]
 
 
 class _Turn(NamedTuple):
