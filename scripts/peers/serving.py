@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-WARM_UP_ROWS = 4
+WARM_UP_ROWS, WARM_UP_TOKENS = 4, 16
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def serve(
     channel: Channel, rows: Sequence[Row], answer: Answer, *, version: str, config: str
 ) -> None:
     """Warm up on a few rows, then answer all of them as often as asked."""
-    answer(rows[:WARM_UP_ROWS])
+    few = rows[:WARM_UP_ROWS]
+    answer([Row(row.prompt_token_ids, min(row.max_tokens, WARM_UP_TOKENS)) for row in few])
     channel.say(ready=True, version=version, config=config)
     for line in sys.stdin:
         if line.strip() != "run":
