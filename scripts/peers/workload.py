@@ -64,7 +64,7 @@ def long_answers() -> list[Length]:
 
     Request i has a prompt of 8 · 8^u tokens and an output of 64 · 8^v, rounded, where u and v are
     the fractions of i times the golden ratio and of i times the root of 2: 8 to 64 (median 23),
-    64 to 512 (median 181).
+    64 to 507 (median 178).
     """
 
     def spread(shortest: int, longest: int, place: float) -> int:
