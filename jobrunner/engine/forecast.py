@@ -101,15 +101,37 @@ class Forecast:
         alive = np.bincount(last, minlength=count)
         self._use = _from_behind(own) + _from_behind(alive) * self._grown
 
-    def peak(self, used: int, tokens: int, remaining: int, shared: int) -> float:
-        """The most blocks in use during the life of one more sequence that would enter now.
+    @property
+    def now(self) -> float:
+        """Blocks in use now, as far as foreseen."""
+        return float(self._use[self._place()])
+
+    def fits_for(
+        self, used: int, tokens: int, remaining: int, shared: int, capacity: float
+    ) -> int | None:
+        """For how many steps one more sequence that enters now has its blocks; None: for all.
 
         `used` blocks are in use now, those that it shares included.
         """
-        now, end = bisect_left(self._steps, self._step), self._last(remaining) + 1
+        use = self._with_one_more(used, tokens, remaining, shared)
+        over = int((use > capacity).argmax())
+        if not use[over] > capacity:
+            return None
+        return max(0, self._steps[self._place() + over] - self._step)
+
+    def peak(self, used: int, tokens: int, remaining: int, shared: int) -> float:
+        """The most blocks in use during the life of one more sequence that would enter now."""
+        return float(self._with_one_more(used, tokens, remaining, shared).max())
+
+    def _with_one_more(self, used: int, tokens: int, remaining: int, shared: int) -> Numbers:
+        """Blocks in use at each step of the life of one more sequence."""
+        now, end = self._place(), self._last(remaining) + 1
         beyond = max(0.0, used - float(self._use[now]))
         own = (tokens - self._step) / self._block_size + self._rounding - shared
-        return beyond + own + float((self._use[now:end] + self._grown[now:end]).max())
+        return self._use[now:end] + self._grown[now:end] + (beyond + own)
+
+    def _place(self) -> int:
+        return bisect_left(self._steps, self._step)
 
     def _last(self, remaining: int) -> int:
         return bisect_left(self._steps, min(self._step + remaining - 1, _FARTHEST))

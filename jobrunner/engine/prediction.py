@@ -26,6 +26,8 @@ _LONGEST = 1 << 21
 _MEMORY_ROWS = 8192
 # tables are made anew for an eighth more rows, at the latest for so many
 _MOST_STALE_ROWS = 128
+# before so many have ended, nobody knows what is usual
+_FEWEST_ROWS = 8
 
 
 class LengthPredictor:
@@ -124,6 +126,13 @@ class LengthPredictor:
         whole: Numbers = left.astype(np.int64)
         return whole
 
+    def usual(self) -> tuple[float, float] | None:
+        """E[L] and E[L²] of output lengths as far as known; None before enough rows have ended.
+
+        A row that got beyond all that is known counts as ended there.
+        """
+        return self._usual if self._rows >= _FEWEST_ROWS else None
+
     def observe(self, sequence: Sequence) -> None:
         """Learn from a sequence that has ended, by itself or by its limit."""
         length = sequence.output_length
@@ -177,9 +186,13 @@ class LengthPredictor:
         self._ended_by: list[float] = (-self._survival).tolist()
         self._slope = np.diff(self._survival) / np.diff(self._knots)
         self._slope = np.append(self._slope, 0.0)
-        area, moment = self._within(slice(None, -1), np.diff(self._knots))
-        self._area = np.concatenate([[0.0], np.cumsum(area)])
-        self._moment = np.concatenate([[0.0], np.cumsum(moment)])
+        areas, moments = self._within(slice(None, -1), np.diff(self._knots))
+        self._area = np.concatenate([[0.0], np.cumsum(areas)])
+        self._moment = np.concatenate([[0.0], np.cumsum(moments)])
+        known = np.count_nonzero(reached)
+        area, moment = float(self._area[known]), float(self._moment[known])
+        # E[L²] = Σ (2l + 1) P(L > l)
+        self._usual = (area, 2 * moment + area)
 
     def _at(self, lengths: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """S(l), Σ S(k) and Σ k S(k) over k < l; S is linear within a bin."""

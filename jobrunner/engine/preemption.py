@@ -51,7 +51,7 @@ class Costs:
     def __init__(self, copy_s_per_block: float = 1e-4, prefill_s_per_token: float = 1e-4) -> None:
         self.copy_s_per_block = copy_s_per_block
         self.prefill_s_per_token = prefill_s_per_token
-        self._decode_step_s: float | None = None
+        self.decode_step_s: float | None = None
         self._prefilled = self._copied = False
 
     def observe(
@@ -66,9 +66,9 @@ class Costs:
             self.copy_s_per_block = _mixed(known_s, copy_s / copied_blocks)
             self._copied = True
         if prefill_tokens == 0 and compute_s > 0:
-            self._decode_step_s = _mixed(self._decode_step_s, compute_s)
+            self.decode_step_s = _mixed(self.decode_step_s, compute_s)
         elif compute_s > 0:
-            more_s = max(0.0, compute_s - (self._decode_step_s or 0.0))
+            more_s = max(0.0, compute_s - (self.decode_step_s or 0.0))
             known_s = self.prefill_s_per_token if self._prefilled else None
             self.prefill_s_per_token = _mixed(known_s, more_s / prefill_tokens)
             self._prefilled = True

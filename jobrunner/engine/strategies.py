@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
+from jobrunner.engine.admission import Admission, AdmissionAhead, Prices, Reserve
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.order import order_named
 from jobrunner.engine.policies import policy_named
@@ -34,9 +34,12 @@ def make_scheduler(
     sequence is admitted if it fits now, whatever comes.
     """
     predictor = LengthPredictor()
+    costs = costs or Costs()
     admission = Admission()
     if ahead:
-        admission = AdmissionAhead(predictor, blocks.block_size, Reserve(batching.reserve))
+        mode = batching.preemption if host_blocks else "recompute"
+        prices = Prices(costs, mode, blocks.block_size)
+        admission = AdmissionAhead(predictor, blocks.block_size, Reserve(batching.reserve), prices)
     return Scheduler(
         blocks,
         limits,
