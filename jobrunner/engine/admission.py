@@ -24,7 +24,7 @@ _SPARE = 0.5
 _LASTING = 4.0
 # of all memory over the mean life of a row: what may be promised at once, and how much more where
 # lengths differ by their mean
-_BURST, _BURST_SPREAD = 0.1, 1.5
+_BURST, _BURST_SPREAD = 0.25, 1.5
 # what is promised over what there is, and how much more at most where memory lies idle
 _MORE, _MOST_MORE = 1.1, 4.0
 # what was foreseen to run short is forgotten by half in some 140 steps
@@ -130,7 +130,7 @@ class Pace:
         self._block_size = block_size
         # blocks times steps that are promised beyond what there was
         self._promised = 0.0
-        self._mean_used = 0.0
+        self._mean_used: float | None = None
 
     def allows(self, block_count: int) -> bool:
         """Whether one more may join at this moment."""
@@ -155,6 +155,8 @@ class Pace:
         known = self._predictor.usual()
         if known is None:
             return
+        if self._mean_used is None:
+            self._mean_used = float(block_count)
         self._mean_used += (used - self._mean_used) / max(1.0, known[0])
         more = min(_MOST_MORE, block_count / max(1.0, self._mean_used))
         self._promised = max(0.0, self._promised - block_count * _MORE * more)
