@@ -40,6 +40,16 @@ def make_scheduler(
         mode = batching.preemption if host_blocks else "recompute"
         prices = Prices(costs, mode, blocks.block_size)
         admission = AdmissionAhead(predictor, blocks.block_size, Reserve(batching.reserve), prices)
+    waiting = Waiting(
+        order_named(
+            batching.order,
+            # where nothing is shared, equal prefixes need not stand together
+            block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
+            chunk_size=limits.chunk_size,
+            predictor=predictor,
+        ),
+        starvation_limit_s=batching.starvation_limit,
+    )
     return Scheduler(
         blocks,
         limits,
@@ -49,16 +59,7 @@ def make_scheduler(
             preferred_batch_size=batching.preferred_batch_size,
             max_queue_delay_s=batching.max_queue_delay,
         ),
-        waiting=Waiting(
-            order_named(
-                batching.order,
-                # where nothing is shared, equal prefixes need not stand together
-                block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
-                chunk_size=limits.chunk_size,
-                predictor=predictor,
-            ),
-            starvation_limit_s=batching.starvation_limit,
-        ),
+        waiting=waiting,
         admission=admission,
         preemption=Preemption(
             batching.preemption,
@@ -66,5 +67,6 @@ def make_scheduler(
             costs=costs,
             predictor=predictor,
             protected=batching.not_preemptible,
+            lifted=waiting.lifted,
         ),
     )

@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobrunner.config import BatchingTable
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.preemption import MOST_PREEMPTIONS, Costs, Preemption
+from jobrunner.engine.scheduler import Drawn, Limits
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Stopping
+from jobrunner.engine.strategies import make_scheduler
 from jobrunner.engine.swap import HostBlocks
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
 from tests.fakes import FakeRequests, LetterText
@@ -191,3 +194,37 @@ def test_a_row_gives_way_to_higher_bands_only_so_often(high, low, batch, host):
     assert max(seen.values(), default=0) <= MOST_PREEMPTIONS
     done = finished(steps)
     assert all(list(done[each.id.index].tokens) == bench.runner.alone(each) for each in rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 3), st.integers(1, 25)),
+        min_size=1,
+        max_size=25,
+    ),
+    batch=st.integers(1, 4),
+    limit_s=st.integers(1, 20),
+)
+def test_a_row_that_starvation_lifted_gives_way_to_no_band(rows, batch, limit_s):
+    batching = BatchingTable(order="input", starvation_limit=f"{limit_s}s", prefix_cache=False)
+    # memory for all: whoever is preempted gave way to a higher band
+    blocks, limits = Blocks(1000, 4, prefix_cache=False), Limits(batch, 64, 64, 99)
+    scheduler = make_scheduler(batching, blocks, limits, lambda: LetterText(str))
+    done: set[int] = set()
+    ran: list[Sequence] = []
+    for now in range(2000):
+        for index, (at, band, most) in enumerate(rows):
+            if at == now:
+                scheduler.add(request(index, [index], most, priority=band), float(now))
+        plan = scheduler.plan(float(now))
+        for sequence in ran:
+            if sequence.slot is None and sequence.request.id.index not in done:
+                assert now - sequence.arrived_at <= limit_s
+        ran = [chunk.sequence for chunk in plan.chunks]
+        drawn = Drawn([1] * sum(chunk.samples for chunk in plan.chunks))
+        ended = scheduler.commit(plan, drawn, float(now))
+        done |= {each.id.index for each in (*plan.completions, *ended)}
+        if len(done) == len(rows):
+            break
+    assert len(done) == len(rows)
