@@ -176,7 +176,9 @@ class AutoOrder:
         self._long = Line()
         self._prompt_heavy = PrefixOrder(block_size)
         self._output_heavy = PrefixOrder(block_size)
-        self._side: dict[Sequence, PrefixOrder] = {}
+        # and the output that was expected when they came: what is expected later has changed for
+        # all of them, and measures none against the others
+        self._side: dict[Sequence, tuple[PrefixOrder, float]] = {}
         # of all rows
         self._rows = 0
         self._steps = 0.0
@@ -205,7 +207,7 @@ class AutoOrder:
         self._outputs += output
         heavy = prompt * self._outputs > output * self._prompts
         side = self._prompt_heavy if heavy else self._output_heavy
-        self._side[sequence] = side
+        self._side[sequence] = side, output
         side.add(sequence)
 
     def first(self) -> Sequence | None:
@@ -219,9 +221,10 @@ class AutoOrder:
         if sequence in self._long:
             self._long.remove(sequence)
             return
-        self._side.pop(sequence).remove(sequence)
+        side, output = self._side.pop(sequence)
+        side.remove(sequence)
         # the prompt that goes with so much output on the average
-        usual = self._output(sequence) * self._prompts / self._outputs
+        usual = output * self._prompts / self._outputs
         ahead = self._prompts_ahead + sequence.prompt_length - usual
         # one side alone must not run up a debt that the other pays back later
         most = _MOST_AHEAD * self._prompts / self._rows
