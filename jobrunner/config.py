@@ -280,6 +280,15 @@ class BatchingTable(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _who_is_gathered_may_wait(self) -> BatchingTable:
+        if self.preferred_batch_size is not None and self.max_queue_delay == 0:
+            raise ValueError(
+                f"`preferred_batch_size` {self.preferred_batch_size} gathers nobody while"
+                ' `max_queue_delay` is "0s": say how long rows may wait for each other, like "3s"'
+            )
+        return self
+
 
 class CheckpointTable(Table):
     every: Duration = 30.0

@@ -82,12 +82,13 @@ def test_arrivals_are_answered_sooner_continuously():
 
 def test_a_bigger_batch_is_not_always_faster():
     eight, _, most = page("A bigger batch")
-    assert eight["output_tokens_per_s"] > 1.3 * most["output_tokens_per_s"]
+    assert most["elapsed_s"] == pytest.approx(2 * eight["elapsed_s"], rel=0.1)
 
 
 def test_a_shorter_queue_delay_can_cost_throughput():
     long, _, short = page("A shorter queue delay")
-    assert long["rows_done"] > short["rows_done"]
+    assert (long["rows_done"], short["rows_done"]) == (19, 15)
+    assert short["queue_mean_s"] > 3 * long["queue_mean_s"]
 
 
 def test_preempted_is_not_lost():
@@ -119,6 +120,7 @@ def test_redeciding_every_step_is_not_free():
     every, some, seldom = page("Re-deciding")
     assert some["both_kinds_share"] < every["both_kinds_share"]
     assert some["latency_mean_s"] < min(every["latency_mean_s"], seldom["latency_mean_s"])
+    assert every["elapsed_s"] < some["elapsed_s"] < seldom["elapsed_s"]
 
 
 def test_settings_age_when_lengths_change():

@@ -98,8 +98,9 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "swap_memory": "host memory for rows that gave way",
         "not_preemptible": "priorities whose rows never give way",
         "starvation_limit": "a row that has waited for so long goes before all priorities",
-        "preferred_batch_size": "gather so many rows before they start, dynamic or continuous",
-        "max_queue_delay": "but let no row wait for longer than this to be gathered",
+        "preferred_batch_size": "gather so many rows before they start, dynamic or continuous: "
+        "needs max_queue_delay",
+        "max_queue_delay": "let no row wait for longer than this to be gathered",
         "schedule_every": "steps between decisions about the batch size",
     },
     "checkpoint": {

@@ -95,7 +95,8 @@ class AdmissionAhead(Admission):
         self._until_correction = _CORRECTION_STEPS
 
     def fits(self, sequence: Sequence, need: Need, running: int, blocks: Blocks) -> bool:
-        if blocks.free < need.private:
+        # a block for each that runs, as without any foresight
+        if not super().fits(sequence, need, running, blocks):
             return False
         if running == 0:
             return True
@@ -110,9 +111,9 @@ class AdmissionAhead(Admission):
         return peak <= blocks.count * (1.0 - self._reserve.share)
 
     def next_step(self, lengths: Callable[[], Numbers]) -> None:
+        self._pace.next_step()
         self._forecast.next_step()
         self._reserve.next_step()
-        self._pace.next_step()
         self._until_correction -= 1
         if self._until_correction == 0:
             self._until_correction = _CORRECTION_STEPS
@@ -121,8 +122,8 @@ class AdmissionAhead(Admission):
     def entered(self, sequence: Sequence, shared: int) -> None:
         remaining = self._predictor.draw_remaining(sequence)
         self._known.add(sequence.prompt_length, *sequence.length_bounds, sequence.place)
-        self._pace.started()
         self._forecast.enter(sequence.length, remaining, shared)
+        self._pace.started()
 
     def left(self, slot: int) -> None:
         self._known.remove(slot)

@@ -43,6 +43,16 @@ def make_scheduler(
             Reserve(batching.reserve),
             Pace(blocks.capacity, limits.max_batch_size),
         )
+    waiting = Waiting(
+        order_named(
+            batching.order,
+            # where nothing is shared, equal prefixes need not stand together
+            block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
+            chunk_size=limits.chunk_size,
+            predictor=predictor,
+        ),
+        starvation_limit_s=batching.starvation_limit,
+    )
     return Scheduler(
         blocks,
         limits,
@@ -52,16 +62,7 @@ def make_scheduler(
             preferred_batch_size=batching.preferred_batch_size,
             max_queue_delay_s=batching.max_queue_delay,
         ),
-        waiting=Waiting(
-            order_named(
-                batching.order,
-                # where nothing is shared, equal prefixes need not stand together
-                block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
-                chunk_size=limits.chunk_size,
-                predictor=predictor,
-            ),
-            starvation_limit_s=batching.starvation_limit,
-        ),
+        waiting=waiting,
         admission=admission,
         preemption=Preemption(
             batching.preemption,
@@ -69,5 +70,6 @@ def make_scheduler(
             costs=costs,
             predictor=predictor,
             protected=batching.not_preemptible,
+            lifted=waiting.lifted,
         ),
     )
