@@ -9,6 +9,8 @@ different lengths come apart by themselves.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 # of the rate C / o; the rest is for chance
 _RATE = 0.95
 # the share of C that may start at once
@@ -17,6 +19,8 @@ _BURST = 0.02
 _EQUAL = 0.25
 # rows that must have ended before anything is said of the others
 _FEWEST = 32
+# waves: while fewer are left, breaking them costs more than they do
+_FEW_WAVES = 2.0
 # weight of the newest row
 _NEWEST = 0.01
 
@@ -24,12 +28,14 @@ _NEWEST = 0.01
 class Pace:
     """Lets rows start at the rate at which such rows end, where all get equally long.
 
-    `capacity` in tokens; `slots` is how many may run: where they all fit, nobody is held back.
+    `capacity` in tokens; `slots` is how many may run: where they all fit, nobody is held back,
+    nor where only few are `waiting`.
     """
 
-    def __init__(self, capacity: int, slots: int) -> None:
+    def __init__(self, capacity: int, slots: int, waiting: Callable[[], int]) -> None:
         self._capacity = capacity
         self._slots = slots
+        self._waiting = waiting
         self._ended = 0
         self._prompt = self._output = self._square = 0.0
         # rows that may start, where there is a rate
@@ -38,7 +44,9 @@ class Pace:
 
     @property
     def may_start(self) -> bool:
-        return self._rate is None or self._rows >= 1.0
+        if self._rate is None or self._rows >= 1.0:
+            return True
+        return self._waiting() < _FEW_WAVES * self._together
 
     def next_step(self) -> None:
         """Take note that a step begins."""

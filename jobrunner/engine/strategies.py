@@ -35,14 +35,6 @@ def make_scheduler(
     sequence is admitted if it fits now, whatever comes.
     """
     predictor = LengthPredictor()
-    admission = Admission()
-    if ahead:
-        admission = AdmissionAhead(
-            predictor,
-            blocks.block_size,
-            Reserve(batching.reserve),
-            Pace(blocks.capacity, limits.max_batch_size),
-        )
     waiting = Waiting(
         order_named(
             batching.order,
@@ -53,6 +45,14 @@ def make_scheduler(
         ),
         starvation_limit_s=batching.starvation_limit,
     )
+    admission = Admission()
+    if ahead:
+        admission = AdmissionAhead(
+            predictor,
+            blocks.block_size,
+            Reserve(batching.reserve),
+            Pace(blocks.capacity, limits.max_batch_size, lambda: waiting.new),
+        )
     return Scheduler(
         blocks,
         limits,

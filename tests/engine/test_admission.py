@@ -17,7 +17,7 @@ SETTINGS = settings(max_examples=200, deadline=None)
 
 
 def ahead(block_size: int = 4, reserve: float = 0.0) -> AdmissionAhead:
-    pace = Pace(10**9, 1)
+    pace = Pace(10**9, 1, lambda: 0)
     return AdmissionAhead(LengthPredictor(), block_size, Reserve(reserve), pace)
 
 

@@ -9,6 +9,12 @@ from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.trace import TraceRow
 from jobrunner.simulate.virtual import Machine, simulate
 
+MANY, FEW = 1000, 199
+
+
+def pace_of(capacity: int, slots: int, waiting: int = MANY) -> Pace:
+    return Pace(capacity, slots, lambda: waiting)
+
 
 def learned(pace: Pace, outputs: list[int], prompt: int = 100) -> Pace:
     for output in outputs:
@@ -30,25 +36,29 @@ def started_in(pace: Pace, steps: int) -> int:
 
 
 def test_nobody_is_held_back_before_lengths_are_known():
-    assert started_in(learned(Pace(1000, 100), [50] * 31), 1) > 10_000
+    assert started_in(learned(pace_of(1000, 100), [50] * 31), 1) > 10_000
 
 
 def test_equal_rows_start_at_the_rate_at_which_they_end():
     # of 35,000 tokens a row holds 100 + 500 / 2: 100 rows together, and each ends after 500 steps
-    pace = learned(Pace(35_000, 1000), [500] * 40)
+    pace = learned(pace_of(35_000, 1000), [500] * 40)
     assert started_in(pace, 5000) == pytest.approx(0.95 * 100 / 500 * 5000, abs=3)
 
 
 def test_rows_of_different_lengths_come_apart_by_themselves():
-    assert started_in(learned(Pace(35_000, 1000), [100, 900] * 20), 1) > 10_000
+    assert started_in(learned(pace_of(35_000, 1000), [100, 900] * 20), 1) > 10_000
 
 
 def test_nobody_is_held_back_where_all_slots_fit():
-    assert started_in(learned(Pace(35_000, 99), [500] * 40), 1) > 10_000
+    assert started_in(learned(pace_of(35_000, 99), [500] * 40), 1) > 10_000
+
+
+def test_the_last_waves_are_left_as_they_are():
+    assert started_in(learned(pace_of(35_000, 1000, FEW), [500] * 40), 1) > 10_000
 
 
 def test_little_starts_at_once_after_a_pause():
-    pace = learned(Pace(350_000, 10_000), [500] * 40)
+    pace = learned(pace_of(350_000, 10_000, 10 * MANY), [500] * 40)
     started_in(pace, 1000)
     for _ in range(1000):
         pace.next_step()
