@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -11,12 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jobrunner.engine.attention import kernels
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError
+from jobrunner.engine.attention.kernels import _numba_threads, compiled
 from jobrunner.engine.attention.numba_paged import (
     NumbaPagedAttention,
     chunk_work,
     decode_work,
 )
+from jobrunner.engine.attention.threads import torch_threads
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach
 
 CPU = torch.device("cpu")
@@ -258,3 +261,18 @@ def test_what_is_compiled_outlives_a_collection_of_garbage():
     assert_near(paged_attention(case, options, EVERYTHING, 4), expected)
     gc.collect()
     assert_near(paged_attention(case, options, EVERYTHING, 4), expected)
+
+
+@pytest.mark.parametrize("threads", [torch_threads(), _numba_threads(keep=False)])
+def test_each_of_the_threads_takes_other_work(threads):
+    if threads is None:
+        pytest.skip("torch does not come with GNU's OpenMP")
+    shape = Shape(3, 2, 16, 16)
+    case = random_case(shape, [(length - 1, length) for length in range(100, 160)], torch.float32)
+    options = AttentionOptions(0.2)
+    made = replace(compiled(np.float32, keep=True), run_on_threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 3)
+        patch.setattr(kernels, "compiled", lambda stored, *, keep: made)
+        actual = paged_attention(case, options, EVERYTHING, 16)
+    assert_near(actual, plain_attention(case, options, EVERYTHING))

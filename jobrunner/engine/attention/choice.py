@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import time
@@ -60,9 +59,6 @@ def _kernels(dtype: torch.dtype) -> MakeAttention:
     from jobrunner.engine.attention import kernels
     from jobrunner.engine.attention.numba_paged import STORED, NumbaPagedAttention
 
-    # the pool of threads that torch has: two pools would wait for each other's processors
-    if numba.config.THREADING_LAYER == "default" and _has_openmp():
-        numba.config.THREADING_LAYER = "omp"
     place, keep = _keep_compiled(numba.config)
     started = time.perf_counter()
     kernels.compiled(STORED[dtype], keep=keep)
@@ -73,14 +69,6 @@ def _kernels(dtype: torch.dtype) -> MakeAttention:
         place,
     )
     return partial(NumbaPagedAttention, keep_compiled=keep)
-
-
-def _has_openmp() -> bool:
-    try:
-        importlib.import_module("numba.np.ufunc.omppool")
-    except ImportError:
-        return False
-    return True
 
 
 def _keep_compiled(config: object) -> tuple[str, bool]:

@@ -12,7 +12,6 @@ sums are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numba import carray, cfunc, from_dtype, njit, prange, types
 
+from jobrunner.engine.attention.threads import RunOnThreads, torch_threads
 from jobrunner.engine.attention.tiles import (
     LANES,
     as_float32,
@@ -87,13 +87,16 @@ class Kernels:
     Their code lives as long as they do, so they are held and not their addresses alone.
     """
 
-    run: Callable[..., None]
     parts: tuple[Any, ...]
-    addresses: tuple[int, ...]
+    run_on_threads: RunOnThreads
 
     def attend(self, job_address: int, threads: int) -> None:
         """Store K and V of all tokens, then compute what each attends to, for the JOB there."""
-        self.run(*self.addresses, job_address, threads)
+        write, work, chunks, decodes, merge = self.parts
+        write.ctypes(job_address)
+        todo = np.array([chunks.address, decodes.address, job_address])
+        self.run_on_threads(work.address, todo.ctypes.data, threads)
+        merge.ctypes(job_address)
 
 
 @cache
@@ -102,15 +105,13 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
     pairs = stored is np.uint16 and multiplies_pairs()
     entry = cfunc(types.void(types.CPointer(_JOB)), cache=keep, error_model="numpy")
 
-    # Functions are given by their addresses, as compiled code that calls others holds a copy of
-    # them, which takes as long to compile again.
-    @njit(types.void(*[types.int64] * 6), parallel=True, nogil=True, cache=keep)
-    def run(write, chunks, decodes, merge, job, threads):
-        call(write, job)
-        for _ in prange(threads):
-            call(chunks, job)
-            call(decodes, job)
-        call(merge, job)
+    # functions are given by their addresses, as compiled code that calls others holds a copy of
+    # them, which takes as long to compile again
+    @cfunc(types.void(types.CPointer(types.int64)), cache=keep)
+    def work(pointer):
+        chunks, decodes, job = carray(pointer, 3)
+        call(chunks, job)
+        call(decodes, job)
 
     @entry
     def write(pointer):
@@ -350,8 +351,17 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
                     target = out_THW[first_row + i, h]
                     _store_row(sums, r * W, highest[r], totals[r], sinks_H, h, target)
 
-    parts = (write, chunks, decodes, merge)
-    return Kernels(run, parts, tuple(part.address for part in parts))
+    parts = (write, work, chunks, decodes, merge)
+    return Kernels(parts, torch_threads() or _numba_threads(keep))
+
+
+def _numba_threads(keep: bool) -> RunOnThreads:
+    @njit(types.void(*[types.int64] * 3), parallel=True, nogil=True, cache=keep)
+    def run(function, argument, threads):
+        for _ in prange(threads):
+            call(function, argument)
+
+    return run  # type: ignore[no-any-return]
 
 
 @_inner

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import torch
 
@@ -53,8 +52,7 @@ class NumbaPagedAttention:
         """Prepare for one forward pass over single tokens, in any order, and then pieces."""
         self._call = 0
         self._held.clear()
-        self._threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
-        numba.set_num_threads(self._threads)
+        self._threads = torch.get_num_threads()
         self._point("counters", np.zeros(2, dtype=np.int64))
         table_RL, rows_B, lengths_B = singles.table, singles.rows, singles.lengths
         self._jobs["decodes"] = len(rows_B)
