@@ -216,6 +216,7 @@ class ModelTable(Table):
     revision: PathText | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    attention: Literal["auto", "torch", "triton"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 
@@ -300,7 +301,7 @@ class ProgressTable(Table):
 
 
 NOT_YET: dict[str, frozenset[str]] = {
-    "model": frozenset({"attention", "allow_unsafe_weights"}),
+    "model": frozenset({"allow_unsafe_weights"}),
     "batching": frozenset("max_step".split()),
     "workers": frozenset({"engine", "count", "devices"}),
     "slurm": frozenset({"partition", "account", "gres", "time", "lines"}),

@@ -121,6 +121,7 @@ def load(job: Job) -> LoadedEngine:
         job.model_folder,
         dtype=model.dtype,
         device=model.device,
+        attention=model.attention,
         threads=model.threads,
         max_model_len=model.max_model_len,
         max_batch_size=batching.max_batch_size,

@@ -45,6 +45,7 @@ def _place(job: Job, batch_size: int) -> PlacedModel:
         device=model.device,
         max_model_len=model.max_model_len,
         block_size=batching.block_size,
+        attention=model.attention,
     )
     return place_model(
         proven,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine.attention.hook import attach
-from jobrunner.engine.attention.torch_paged import TorchPagedAttention
+from jobrunner.engine.attention.choice import AttentionName, Backend, choose_backend
+from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
@@ -88,11 +89,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProvenModel:
-    """A model whose weights are loaded, and the attention calls of each of its passes."""
+    """A model whose weights are loaded, the attention calls of its passes, and who serves them."""
 
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
+    backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class PlacedModel:
 
     info: ModelInfo
     model: torch.nn.Module
-    attention: TorchPagedAttention
+    attention: Attention
     pool: KvPool
     host_blocks: int
     kv_bytes_per_token: int
@@ -211,6 +213,7 @@ def prove_model(
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
     block_size: int = 16,
+    attention: AttentionName = "auto",
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
 
@@ -221,8 +224,9 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
-    return ProvenModel(info, model, calls)
+    choose = partial(choose_backend, attention)
+    calls, backend = prove(model, choose, block_size, info.max_model_len)
+    return ProvenModel(info, model, calls, backend)
 
 
 def open_engine(
@@ -236,6 +240,7 @@ def open_engine(
     max_batch_size: AutoInt = "auto",
     token_budget: AutoInt = "auto",
     chunk_size: AutoInt = "auto",
+    attention: AttentionName = "auto",
     block_size: int = 16,
     kv_memory: KvMemory = "auto",
     prefix_cache: bool = True,
@@ -252,7 +257,12 @@ def open_engine(
     if threads != "auto":
         torch.set_num_threads(threads)
     proven = prove_model(
-        folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
+        folder,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        attention=attention,
     )
     info = proven.info
     rules = scheduling or BatchingTable()
@@ -305,8 +315,11 @@ def place_model(
         info, limits, kv_memory, block_size, token_bytes, free_bytes=_free_bytes(info.device)
     )
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
-    pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
-    attention = TorchPagedAttention(pool, model.device)
+    backend = proven.backend
+    pool = backend.make_pool(
+        proven.calls, block_count, block_size, model.dtype, model.device, host_blocks
+    )
+    attention = backend.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
     log.info(

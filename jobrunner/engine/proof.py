@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jobrunner.engine.attention.hook import Attention, Piece, Singles, UnservedError, attach
+from jobrunner.engine.attention.choice import Backend
+from jobrunner.engine.attention.hook import Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
-from jobrunner.engine.kv import AttentionCall, KvPool
+from jobrunner.engine.kv import AttentionCall
 from jobrunner.engine.runner import Packed, TransformersRunner
 from jobrunner.engine.support import check_calls, check_reach, refusal
 from jobrunner.errors import ModelError
@@ -25,7 +26,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
 
-MakeAttention = Callable[[KvPool, torch.device], Attention]
+ChooseBackend = Callable[[torch.device, Sequence[AttentionCall]], Backend]
 
 
 class _Turn(NamedTuple):
@@ -45,9 +46,9 @@ _PASSES = (
 
 
 def prove(
-    model: torch.nn.Module, make_attention: MakeAttention, block_size: int, max_model_len: int
-) -> list[AttentionCall]:
-    """Return the attention calls of one pass, after showing that ours computes the same logits.
+    model: torch.nn.Module, choose_backend: ChooseBackend, block_size: int, max_model_len: int
+) -> tuple[list[AttentionCall], Backend]:
+    """Return the attention calls of one pass and who attends, shown to compute the same logits.
 
     The model must come with eager attention; it leaves with ours. Raises ModelError where it
     does not take our attention, attends elsewhere too, or computes something else with ours.
@@ -59,15 +60,16 @@ def prove(
         calls = record_calls(model, device, max_model_len)
         check_calls(model.config, calls)
         check_reach(model.config, calls, max_model_len)
-        pool = KvPool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
-        attention = make_attention(pool, device)
+        backend = choose_backend(device, calls)
+        pool = backend.make_pool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
+        attention = backend.make_attention(pool, device)
         attach(model, attention)
         actual = _paged_logits(TransformersRunner(model, attention, device), sequences, block_size)
     except (UnservedError, *_FAILURES) as error:
         raise refusal(model.config, f"with paged attention it fails: {error}") from error
     for expected_TV, actual_TV in zip(expected, actual, strict=True):
         _compare(model, expected_TV, actual_TV, _TOLERANCE[dtype])
-    return calls
+    return calls, backend
 
 
 def _test_sequences(vocabulary: int) -> list[list[int]]:
