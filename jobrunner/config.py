@@ -216,7 +216,7 @@ class ModelTable(Table):
     revision: PathText | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention: Literal["auto", "torch", "triton"] = "auto"
+    attention: Literal["auto", "torch", "triton", "reference"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
     max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 

@@ -60,7 +60,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "revision": "a branch, tag or commit of the hub model",
         "dtype": "of weights, activations and KV",
         "device": '"auto" takes a GPU where there is one',
-        "attention": "auto: triton kernels on a GPU; torch: plain, slower, for comparison",
+        "attention": "auto: triton kernels on a GPU; torch: plain, slower; reference: for tests",
         "threads": "threads of a forward pass on a CPU",
         "max_model_len": "the most tokens of prompt and output; auto: what the model can",
     },

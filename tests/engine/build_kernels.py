@@ -141,7 +141,7 @@ def signature(build: Build) -> dict[str, str]:
         "sum_ptr": "*fp32",
         "table_ptr": "*i32",
         "rows_ptr": "*i64",
-        "lengths_ptr": "*i32",
+        "lengths_ptr": "*i64",
         "slots_ptr": "*i64",
         "blocks_ptr": "*i64",
         "scale": "fp32",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from jobrunner.engine.attention.choice import BY_BLOCK, PLAIN, Backend
+from jobrunner.engine.attention.choice import BY_BLOCK, PLAIN, REFERENCE, Backend
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, decode_groups
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach, bytes_per_token
@@ -123,7 +123,7 @@ def paged_attention(
     | st.builds(Reach, chunk=st.integers(1, 12)),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
-    backend=st.sampled_from([PLAIN, BY_BLOCK]),
+    backend=st.sampled_from([PLAIN, BY_BLOCK, REFERENCE]),
 )
 def test_chunks_and_decodes_equal_plain_attention(
     shapes, block_size, reach, softcap, sinks, backend

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jobrunner.engine.attention import choice
-from jobrunner.engine.attention.choice import BY_BLOCK, PLAIN, choose_backend
+from jobrunner.engine.attention.choice import BY_BLOCK, PLAIN, REFERENCE, choose_backend
 from jobrunner.engine.kv import AttentionCall
 from jobrunner.errors import ModelError
 
@@ -24,13 +24,14 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cpu_takes_plain_torch_unless_told_otherwise():
     assert choose_backend("auto", CPU, CALLS) is PLAIN
     assert choose_backend("torch", CPU, CALLS) is BY_BLOCK
+    assert choose_backend("reference", CPU, CALLS) is REFERENCE
 
 
 def test_a_gpu_takes_the_kernels():
     pytest.importorskip("triton", reason="triton is not installed")
-    from jobrunner.engine.attention.triton_paged import TritonAttention
+    from jobrunner.engine.attention import triton_launch
 
-    assert choose_backend("auto", GPU, CALLS).make_attention is TritonAttention
+    assert choose_backend("auto", GPU, CALLS).make_attention.args == (triton_launch,)
     assert choose_backend("torch", GPU, CALLS) is BY_BLOCK
 
 

@@ -96,7 +96,7 @@ def greedy(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Req
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
 def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_generate(
     name: str, preemption: str, attention: str, request: pytest.FixtureRequest
 ):
@@ -139,7 +139,7 @@ def test_on_a_gpu_the_tokens_equal_those_of_the_cpu(llama: Path):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "torch", "reference"])
 def test_the_block_size_changes_no_token(llama: Path, block_size: int, attention: str):
     prompts = [[5] * length for length in (15, 16, 17)] + random_prompts(3, seed=1)
     rows = [greedy(*row) for row in enumerate(prompts)]
@@ -180,7 +180,7 @@ def test_windows_soft_caps_sinks_and_learned_positions_equal_generate(tmp_path: 
     folder = save_model(tmp_path, type(config)(**own))
     prompts = random_prompts(5, seed=2)
     expected = generate(folder, prompts)
-    for attention in ("auto", "torch"):
+    for attention in ("auto", "torch", "reference"):
         rows = [greedy(*row) for row in enumerate(prompts)]
         _, done = serve(folder, rows, chunk_size=6, attention=attention)
         assert [done[index].tokens for index in range(5)] == expected
@@ -395,7 +395,7 @@ def test_keys_and_values_of_different_width_equal_generate(tmp_path: Path):
     folder = save_model(tmp_path, config)
     prompts = random_prompts(4, seed=7)
     expected = generate(folder, prompts)
-    for attention in ("auto", "torch"):
+    for attention in ("auto", "torch", "reference"):
         rows = [greedy(*row) for row in enumerate(prompts)]
         _, done = serve(folder, rows, chunk_size=6, attention=attention)
         assert [done[index].tokens for index in range(4)] == expected
@@ -421,7 +421,7 @@ def host_ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("host_ahead")
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("attention", ["auto", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
 def test_the_host_ahead_gives_the_tokens_of_generate(llama: Path, preemption: str, attention: str):
     prompts = random_prompts(18)
     expected = generate(llama, prompts)

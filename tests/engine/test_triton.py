@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from jobrunner.records import Request, RowId, Sampling
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from jobrunner.engine.attention import triton_launch as kernels  # noqa: E402
-from jobrunner.engine.attention.triton_paged import TritonAttention  # noqa: E402
+from jobrunner.engine.attention.device_paged import DevicePagedAttention  # noqa: E402
 from jobrunner.engine.attention.varlen_prefill import VarlenPrefill  # noqa: E402
 from tests.engine import test_attention as plain  # noqa: E402
 from tests.engine import test_transformers as engines  # noqa: E402
@@ -103,7 +104,7 @@ def check_decode(
         pool.values[0],
         spaced.to(DEVICE),
         rows_B.to(DEVICE),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        torch.tensor(lengths, device=DEVICE),
         options,
         reach,
         splits,
@@ -269,12 +270,14 @@ def ragged_attention(
     return out_THD
 
 
-def with_ragged(pool: KvPool, device: torch.device) -> TritonAttention:
-    return TritonAttention(pool, device, VarlenPrefill(pool, device, ragged_attention))
+def with_ragged(pool: KvPool, device: torch.device) -> DevicePagedAttention:
+    return DevicePagedAttention(
+        kernels, pool, device, VarlenPrefill(pool, device, ragged_attention)
+    )
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="scripts/gpu_check does this on a GPU")
-@pytest.mark.parametrize("make_attention", [TritonAttention, with_ragged])
+@pytest.mark.parametrize("make_attention", [partial(DevicePagedAttention, kernels), with_ragged])
 @pytest.mark.parametrize(
     ("reach", "softcap"),
     [
@@ -301,7 +304,7 @@ def test_passes_of_decodes_and_chunks_equal_plain_attention(
 
 def test_what_torch_cannot_serve_is_said_once(caplog: pytest.LogCaptureFixture):
     pool = BlockPool([AttentionCall(1, 16, 16)] * 2, 1, 16, torch.float32, DEVICE)
-    attention = TritonAttention(pool, DEVICE)
+    attention = DevicePagedAttention(kernels, pool, DEVICE)
     one = torch.zeros(1, 2, 16, device=DEVICE)
     with caplog.at_level(logging.INFO, "cbjob"):
         for _ in range(2):

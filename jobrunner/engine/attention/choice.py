@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from jobrunner.engine.attention import torch_kernels
+from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
@@ -20,7 +22,7 @@ from jobrunner.errors import ModelError
 
 log = logging.getLogger("cbjob")
 
-AttentionName = Literal["auto", "torch", "triton"]
+AttentionName = Literal["auto", "torch", "triton", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class Backend:
 
 PLAIN = Backend(KvPool, TorchPagedAttention)
 BY_BLOCK = Backend(BlockPool, TorchPagedAttention)
+# all that surrounds the kernels, and in their place what they mean
+REFERENCE = Backend(BlockPool, partial(DevicePagedAttention, torch_kernels))
 
 
 def choose_backend(
@@ -40,12 +44,15 @@ def choose_backend(
 ) -> Backend:
     """Return who attends on this device to these calls; log what was chosen on a GPU and why.
 
-    `torch` is plain torch over the memory layout of a GPU, also on a CPU. `auto` takes the
-    kernels on a GPU, and on a CPU plain torch over a layout that suits it better.
+    `torch` is plain torch over the memory layout of a GPU, also on a CPU; `reference` all that
+    surrounds the kernels, without them. `auto` takes the kernels on a GPU, and on a CPU plain
+    torch over a layout that suits it better.
     Raises ModelError where the kernels are asked for and cannot be had.
     """
     if name == "torch":
         return BY_BLOCK
+    if name == "reference":
+        return REFERENCE
     if name == "auto" and device.type == "cpu":
         return PLAIN
     reason = _why_no_kernels(device, calls)
@@ -79,8 +86,7 @@ def _interprets() -> bool:
 
 def _triton() -> Backend:
     # triton reads at import whether it interprets, and is no small thing to import
-    from jobrunner.engine.attention.triton_launch import gather_blocks, scatter_blocks
-    from jobrunner.engine.attention.triton_paged import TritonAttention
+    from jobrunner.engine.attention import triton_launch as kernels
 
-    pool = partial(BlockPool, gather=gather_blocks, scatter=scatter_blocks)
-    return Backend(pool, TritonAttention)
+    pool = partial(BlockPool, gather=kernels.gather_blocks, scatter=kernels.scatter_blocks)
+    return Backend(pool, partial(DevicePagedAttention, kernels))

@@ -1,4 +1,4 @@
-"""Attention on a GPU: decodes by our kernels, prompts by torch's. Knows nothing of scheduling.
+"""Attention for a GPU: decodes by our kernels, prompts by torch's. Knows nothing of scheduling.
 
 Shapes: T tokens of the packed row, B of which are single ones, H query heads, K kv heads,
 D width of a query or key head, W width of a value head.
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from jobrunner.engine.attention import triton_launch as kernels
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, slots_of
 from jobrunner.engine.attention.triton_tiles import decode_splits
 from jobrunner.engine.attention.varlen_prefill import VarlenPrefill
-from jobrunner.engine.kv import KvPool
+from jobrunner.engine.kv import KvPool, Reach
 
 log = logging.getLogger("cbjob")
 
@@ -25,7 +26,47 @@ log = logging.getLogger("cbjob")
 _PROCESSORS_OF_NO_GPU = 1
 
 
-class TritonAttention:
+class Kernels(Protocol):
+    """What a backend of kernels does; see `torch_kernels` for what it means."""
+
+    def decode(
+        self,
+        out_BHW: torch.Tensor,
+        q_HBD: torch.Tensor,
+        keys_KNPD: torch.Tensor,
+        values_KNPW: torch.Tensor,
+        table: torch.Tensor,
+        rows_B: torch.Tensor,
+        lengths_B: torch.Tensor,
+        options: AttentionOptions,
+        reach: Reach,
+        splits: int,
+    ) -> None: ...
+
+    def write(
+        self,
+        keys_KNPD: torch.Tensor,
+        values_KNPW: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTW: torch.Tensor,
+        slots_T: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeTables:
+    """What kernels read of single tokens, on the device: where each is stored, and its context.
+
+    Row `rows`, `[B]`, of `table` lists the blocks of so many tokens as `lengths`, `[B]`, says.
+    """
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
+    rows: torch.Tensor
+    table: torch.Tensor
+
+
+class DevicePagedAttention:
     """Keeps K and V in the pool and attends over it; tables and lengths are read on the device.
 
     Prompts that torch's kernel cannot serve take the way of plain torch, and the log says so
@@ -33,8 +74,13 @@ class TritonAttention:
     """
 
     def __init__(
-        self, pool: KvPool, device: torch.device, prefill: VarlenPrefill | None = None
+        self,
+        kernels: Kernels,
+        pool: KvPool,
+        device: torch.device,
+        prefill: VarlenPrefill | None = None,
     ) -> None:
+        self._kernels = kernels
         self._pool = pool
         self._device = device
         self._prefill = prefill or VarlenPrefill(pool, device)
@@ -47,7 +93,9 @@ class TritonAttention:
         self._singles = 0
         self._pieces: Sequence[Piece] = ()
         self._plain_is_begun = False
-        self._slots_T = self._lengths_B = self._rows_B = self._table = torch.empty(0)
+        none = torch.empty(0, dtype=torch.long, device=device)
+        self._slots_T = none
+        self._tables = DecodeTables(none, none, none, none)
 
     def begin(self, singles: Singles, pieces: Sequence[Piece]) -> None:
         """Prepare for one forward pass over single tokens and then pieces, packed in this order.
@@ -60,12 +108,25 @@ class TritonAttention:
         self._slots_T = self._tensor(slots_of(singles, pieces, size))
         if len(singles):
             used = -(-int(singles.lengths[-1]) // size)
-            self._table = self._tensor(np.ascontiguousarray(singles.table[:, :used]))
-            self._rows_B = self._tensor(singles.rows)
-            self._lengths_B = self._tensor(singles.lengths.astype(np.int32))
+            self._tables = DecodeTables(
+                slots=self._slots_T[: len(singles)],
+                lengths=self._tensor(singles.lengths),
+                rows=self._tensor(singles.rows),
+                table=self._tensor(np.ascontiguousarray(singles.table[:, :used])),
+            )
         self._plain_is_begun = False
         if pieces:
             self._prefill.begin(pieces)
+
+    def begin_tables(self, tables: DecodeTables) -> None:
+        """Prepare for a forward pass over single tokens of which only the device knows.
+
+        Nothing of them is looked at here, so that the pass may be captured and played again.
+        """
+        self._call = 0
+        self._singles, self._pieces = len(tables.slots), ()
+        self._slots_T = tables.slots
+        self._tables = tables
 
     def attend(
         self,
@@ -77,7 +138,9 @@ class TritonAttention:
         """Store K and V, and return what each token attends to, `[T, H, W]`."""
         call = self._call
         self._call += 1
-        kernels.write(self._pool.keys[call], self._pool.values[call], k_KTD, v_KTW, self._slots_T)
+        self._kernels.write(
+            self._pool.keys[call], self._pool.values[call], k_KTD, v_KTW, self._slots_T
+        )
         count = self._singles
         heads, tokens, _ = q_HTD.shape
         out_THW = q_HTD.new_empty(tokens, heads, v_KTW.shape[-1])
@@ -92,14 +155,15 @@ class TritonAttention:
         self, call: int, q_HBD: torch.Tensor, out_BHW: torch.Tensor, options: AttentionOptions
     ) -> None:
         keys = self._pool.keys[call]
-        kernels.decode(
+        tables = self._tables
+        self._kernels.decode(
             out_BHW,
             q_HBD,
             keys,
             self._pool.values[call],
-            self._table,
-            self._rows_B,
-            self._lengths_B,
+            tables.table,
+            tables.rows,
+            tables.lengths,
             options,
             self._pool.calls[call].reach,
             decode_splits(q_HBD.shape[1], keys.shape[0], self._processors),
