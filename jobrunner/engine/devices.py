@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -63,6 +64,15 @@ def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     lines = cpuinfo.read_text().splitlines()
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return not _BF16_FLAGS.isdisjoint(flags.split())
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device without waiting for what it is computing."""
+    tensor = torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # from memory that is not page-locked, a larger copy waits for its turn on the device
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> tuple[str, str]:

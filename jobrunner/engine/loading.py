@@ -19,11 +19,13 @@ from transformers.utils import logging as transformers_logging
 
 from jobrunner.config import BatchingTable
 from jobrunner.engine.attention.choice import AttentionName, Backend, choose_backend
+from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.graphs import CudaRecorder, Record
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
@@ -35,7 +37,7 @@ from jobrunner.engine.memory import (
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
 from jobrunner.engine.proof import prove
-from jobrunner.engine.runner import TransformersRunner
+from jobrunner.engine.runner import GraphSettings, TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
@@ -353,8 +355,20 @@ def build_engine(
         costs=_costs(pool, placed.host_blocks),
         ahead=ahead,
     )
-    runner = TransformersRunner(model, placed.attention, model.device, pool)
+    graphs = _graph_settings(placed, limits)
+    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=graphs)
     return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
+
+
+def _graph_settings(placed: PlacedModel, limits: Limits) -> GraphSettings | None:
+    record = _recorder(placed.model.device)
+    if record is None or not isinstance(placed.attention, DevicePagedAttention):
+        return None
+    return GraphSettings(record, limits.max_batch_size, placed.info.max_model_len)
+
+
+def _recorder(device: torch.device) -> Record | None:
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def _host_block_count(rules: BatchingTable, device: str, block_bytes: int, block_count: int) -> int:

@@ -18,6 +18,7 @@ from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, slots_of
 from jobrunner.engine.attention.triton_tiles import decode_splits
 from jobrunner.engine.attention.varlen_prefill import VarlenPrefill
+from jobrunner.engine.devices import to_device
 from jobrunner.engine.kv import KvPool, Reach
 
 log = logging.getLogger("cbjob")
@@ -192,4 +193,4 @@ class DevicePagedAttention:
             log.info("%s", what)
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        return to_device(numbers, self._device)

@@ -15,6 +15,7 @@ import torch
 
 from jobrunner.engine.attention.hook import AttentionOptions, Piece
 from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
+from jobrunner.engine.devices import to_device
 from jobrunner.engine.kv import KvPool
 
 Varlen = Callable[..., torch.Tensor]
@@ -119,7 +120,7 @@ class VarlenPrefill:
         )
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        return to_device(numbers, self._device)
 
 
 def torch_varlen() -> Varlen:
