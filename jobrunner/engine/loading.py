@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from jobrunner.config import BatchingTable
 from jobrunner.engine.attention.choice import AttentionName, Backend, choose_backend
 from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
@@ -50,6 +49,10 @@ from jobrunner.engine.support import (
 from jobrunner.engine.tuning import Automatic, Tuning
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
+
+# only its type: an engine runs where settings cannot be read
+if TYPE_CHECKING:
+    from jobrunner.config import BatchingTable
 
 log = logging.getLogger("cbjob")
 
@@ -267,7 +270,7 @@ def open_engine(
         attention=attention,
     )
     info = proven.info
-    rules = scheduling or BatchingTable()
+    rules = scheduling or _default_rules()
     limits = resolve_limits(
         info.device, max_batch_size, token_budget, chunk_size, lookahead, rules.schedule_every
     )
@@ -297,6 +300,12 @@ def open_engine(
         kv_blocks=placed.pool.block_count,
         kv_bytes_per_token=placed.kv_bytes_per_token,
     )
+
+
+def _default_rules() -> BatchingTable:
+    from jobrunner.config import BatchingTable
+
+    return BatchingTable()
 
 
 def place_model(
@@ -343,8 +352,12 @@ def build_engine(
     ahead: bool = True,
     duplicates: Duplicates | None = None,
     tuning: Tuning | None = None,
+    graphs: bool = True,
 ) -> Engine:
-    """Build an engine that begins with an empty KV memory; whoever used it before is done."""
+    """Build an engine that begins with an empty KV memory; whoever used it before is done.
+
+    Without `graphs` decode steps are launched one operation at a time, also on a GPU.
+    """
     pool, model = placed.pool, placed.model
     scheduler = make_scheduler(
         rules,
@@ -355,8 +368,8 @@ def build_engine(
         costs=_costs(pool, placed.host_blocks),
         ahead=ahead,
     )
-    graphs = _graph_settings(placed, limits)
-    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=graphs)
+    recorded = _graph_settings(placed, limits) if graphs else None
+    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=recorded)
     return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
 
 
