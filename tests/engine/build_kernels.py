@@ -166,7 +166,7 @@ def build_one(build: Build) -> dict[str, Any]:
     divisible = {
         (index,): [["tt.divisibility", 16]]
         for index, (name, kind) in enumerate(signature(build).items())
-        if kind != "constexpr" and not kind.startswith("fp") and not name.endswith("_row")
+        if kind != "constexpr" and not kind.startswith("fp") and name != "table_row"
     }
     source = ASTSource(
         fn=kernel, signature=signature(build), constexprs=build.constants, attrs=divisible
