@@ -216,8 +216,8 @@ class ModelTable(Table):
     revision: PathText | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    attention: Literal["auto", "torch", "triton", "reference"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    attention: Literal["auto", "kernels", "torch", "reference"] = "auto"
     max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 
 
@@ -277,6 +277,15 @@ class BatchingTable(Table):
             raise ValueError(
                 f"`max_batch_size` {batch} is over `token_budget` {budget}:"
                 " every sequence needs a token a step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _who_is_gathered_may_wait(self) -> BatchingTable:
+        if self.preferred_batch_size is not None and self.max_queue_delay == 0:
+            raise ValueError(
+                f"`preferred_batch_size` {self.preferred_batch_size} gathers nobody while"
+                ' `max_queue_delay` is "0s": say how long rows may wait for each other, like "3s"'
             )
         return self
 

@@ -42,7 +42,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepOutputs:
-    """Of a step: logits in float32, `[B, V]`, the likeliest tokens, and whose are finite, `[B]`."""
+    """Of a step: logits, `[B, V]`, the likeliest tokens, and whose are finite, `[B]`."""
 
     logits: torch.Tensor
     tokens: torch.Tensor

@@ -17,13 +17,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from jobrunner.engine.attention.choice import AttentionName, Backend, choose_backend
+from jobrunner.engine.attention.choice import Backend, Wanted, choose_backend
 from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.fused import make_fast
 from jobrunner.engine.graphs import CudaRecorder, Record
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
@@ -35,7 +37,7 @@ from jobrunner.engine.memory import (
 )
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
-from jobrunner.engine.proof import prove
+from jobrunner.engine.proof import leave, prove
 from jobrunner.engine.runner import GraphSettings, TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
@@ -211,17 +213,27 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
+def use_threads(threads: AutoInt) -> None:
+    """Compute on so many threads of the CPU, by default on the cores that this process may use."""
+    if threads == "auto":
+        # torch knows of the cores it is bound to, not of quotas and Slurm
+        threads = min(torch.get_num_threads(), allowed_cores())
+    torch.set_num_threads(threads)
+
+
 def prove_model(
     folder: Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     block_size: int = 16,
-    attention: AttentionName = "auto",
+    fast: bool = True,
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
 
+    `fast` replaces what there are faster parts for on this device; else only attention is ours.
     Raises ModelError where the model cannot run here.
     """
     info = read_model_info(
@@ -230,7 +242,8 @@ def prove_model(
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
     choose = partial(choose_backend, attention)
-    calls, backend = prove(model, choose, block_size, info.max_model_len)
+    improve = make_fast if fast else leave
+    calls, backend = prove(model, choose, block_size, info.max_model_len, improve)
     return ProvenModel(info, model, calls, backend)
 
 
@@ -242,10 +255,10 @@ def open_engine(
     device: str = "auto",
     threads: AutoInt = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     max_batch_size: AutoInt = "auto",
     token_budget: AutoInt = "auto",
     chunk_size: AutoInt = "auto",
-    attention: AttentionName = "auto",
     block_size: int = 16,
     kv_memory: KvMemory = "auto",
     prefix_cache: bool = True,
@@ -259,15 +272,14 @@ def open_engine(
     Without `ahead` a row is admitted if it fits now, whatever comes.
     Raises ModelError where the model cannot run here.
     """
-    if threads != "auto":
-        torch.set_num_threads(threads)
+    use_threads(threads)
     proven = prove_model(
         folder,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
-        block_size=block_size,
         attention=attention,
+        block_size=block_size,
     )
     info = proven.info
     rules = scheduling or _default_rules()

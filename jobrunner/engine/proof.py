@@ -26,7 +26,7 @@ _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, Attribut
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
 
-ChooseBackend = Callable[[torch.device, Sequence[AttentionCall]], Backend]
+ChooseBackend = Callable[[torch.device, torch.dtype, Sequence[AttentionCall]], Backend]
 
 
 class _Turn(NamedTuple):
@@ -45,13 +45,22 @@ _PASSES = (
 )
 
 
+def leave(model: torch.nn.Module) -> None:
+    """Change nothing."""
+
+
 def prove(
-    model: torch.nn.Module, choose_backend: ChooseBackend, block_size: int, max_model_len: int
+    model: torch.nn.Module,
+    choose_backend: ChooseBackend,
+    block_size: int,
+    max_model_len: int,
+    improve: Callable[[torch.nn.Module], None] = leave,
 ) -> tuple[list[AttentionCall], Backend]:
     """Return the attention calls of one pass and who attends, shown to compute the same logits.
 
-    The model must come with eager attention; it leaves with ours. Raises ModelError where it
-    does not take our attention, attends elsewhere too, or computes something else with ours.
+    The model must come with eager attention; it leaves with ours, and with what `improve` changes
+    in place, which is under the same proof. Raises ModelError where it does not take our
+    attention, attends elsewhere too, or computes something else with ours.
     """
     device, dtype = model.device, model.dtype
     sequences = _test_sequences(model.config.get_text_config().vocab_size)
@@ -60,7 +69,9 @@ def prove(
         calls = record_calls(model, device, max_model_len)
         check_calls(model.config, calls)
         check_reach(model.config, calls, max_model_len)
-        backend = choose_backend(device, calls)
+        # first who attends: that also settles where what is compiled is kept
+        backend = choose_backend(device, dtype, calls)
+        improve(model)
         pool = backend.make_pool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
         attention = backend.make_attention(pool, device)
         attach(model, attention)
@@ -108,14 +119,14 @@ def _paged_logits(
             np.array(tokens),
             np.array(positions),
             Singles(
-                np.array(tables),
+                np.array(tables, np.int32),
                 np.array([turn.sequence for turn in single], np.int64),
                 np.array([turn.stop for turn in single], np.int64),
             ),
             [Piece(turn.start, turn.stop, tables[turn.sequence]) for turn in turns[len(single) :]],
             np.arange(len(tokens)),
         )
-        logits_TV = runner.logits(packed)
+        logits_TV = runner.logits(packed).float()
         lengths = [turn.stop - turn.start for turn in turns]
         for turn, part_TV in zip(turns, logits_TV.split(lengths), strict=True):
             rows[turn.sequence].append(part_TV)

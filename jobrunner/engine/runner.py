@@ -23,7 +23,7 @@ from jobrunner.engine.graphs import DecodeGraphs, Record, StepInputs, StepOutput
 from jobrunner.engine.kv import KvPool
 from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
 from jobrunner.engine.plan import Drawn, Plan
-from jobrunner.engine.sampler import sample, sample_on_device
+from jobrunner.engine.sampler import likeliest, sample_on_device
 from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
 
@@ -130,8 +130,9 @@ class TransformersRunner:
                 return Drawn(copy_s=copy_s)
             started = time.perf_counter()
             logits_BV = self.logits(pack(plan))[: len(draws)]
-            _check_finite(_finite(logits_BV), plan)
-            tokens = sample(logits_BV, draws)
+            likeliest_B = likeliest(logits_BV)
+            _check_finite(finite(logits_BV, likeliest_B), plan)
+            tokens: list[int] = sample_on_device(logits_BV, draws, likeliest_B).tolist()
             logprobs = token_logprobs(logits_BV, tokens, wanted)
             return Drawn(tokens, logprobs, copy_s, time.perf_counter() - started)
 
@@ -145,9 +146,9 @@ class TransformersRunner:
             if not len(plan):
                 return Launched(plan, copy_s, begun, begun)
             out = self._compute(pack(plan)).first(len(draws))
-            tokens_B = out.tokens
-            if any(draw is not None and draw.ruled for draw in draws):
-                tokens_B = _in_vocabulary(sample_on_device(out.logits, draws), out.logits)
+            # logits that are not finite may lead past the vocabulary, and stop all before they tell
+            most = out.logits.shape[1] - 1
+            tokens_B = sample_on_device(out.logits, draws, out.tokens).clamp(max=most)
             self._remember(tokens_B)
             return Launched(
                 plan,
@@ -194,13 +195,13 @@ class TransformersRunner:
             use_cache=False,
             logits_to_keep=inputs.logit_rows,
         ).logits
-        return _outputs(logits_1BV[0].float())
+        return _outputs(logits_1BV[0])
 
     def _remember(self, tokens_B: torch.Tensor) -> None:
         self._drawn_B[: len(tokens_B)].copy_(tokens_B)
 
     def logits(self, packed: Packed) -> torch.Tensor:
-        """Compute a packed row; return the logits of its `logit_rows` in float32, `[B, V]`.
+        """Compute a packed row; return the logits of its `logit_rows`, `[B, V]`, in its own dtype.
 
         Where none are wanted there is one row all the same, of the first token.
         """
@@ -213,7 +214,7 @@ class TransformersRunner:
                 use_cache=False,
                 logits_to_keep=rows,
             ).logits
-            return logits_1BV[0].float()
+            return logits_1BV[0]
 
     def _copy(self, copies: Sequence[Copy]) -> float:
         """Swap blocks in the order of the plan; return the seconds that this took."""
@@ -299,17 +300,13 @@ def _device_failures() -> Iterator[None]:
 
 
 def _outputs(logits_BV: torch.Tensor) -> StepOutputs:
-    tokens_B = _in_vocabulary(logits_BV.argmax(dim=-1), logits_BV)
-    return StepOutputs(logits_BV, tokens_B, _finite(logits_BV))
+    likeliest_B = likeliest(logits_BV)
+    return StepOutputs(logits_BV, likeliest_B, finite(logits_BV, likeliest_B))
 
 
-def _in_vocabulary(tokens_B: torch.Tensor, logits_BV: torch.Tensor) -> torch.Tensor:
-    # logits that are not finite may lead past the vocabulary, and stop all before they tell
-    return tokens_B.clamp(max=logits_BV.shape[1] - 1)
-
-
-def _finite(logits_BV: torch.Tensor) -> torch.Tensor:
-    return logits_BV.amax(dim=-1).isfinite()
+def finite(logits_BV: torch.Tensor, likeliest_B: torch.Tensor) -> torch.Tensor:
+    """Whether each row has no NaN and no +inf: one would be the likeliest."""
+    return logits_BV.gather(1, likeliest_B.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _check_finite(finite_B: torch.Tensor, plan: Plan) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +22,11 @@ from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
 from jobrunner.engine.block_pool import BlockPool
 from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.errors import ModelError
+from jobrunner.user_cache import user_cache_folder
 
 log = logging.getLogger("cbjob")
 
-AttentionName = Literal["auto", "torch", "triton", "reference"]
+Wanted = Literal["auto", "kernels", "torch", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,43 +39,106 @@ class Backend:
 
 PLAIN = Backend(KvPool, TorchPagedAttention)
 BY_BLOCK = Backend(BlockPool, TorchPagedAttention)
-# all that surrounds the kernels, and in their place what they mean
+# all that surrounds the kernels of a GPU, and in their place what they mean
 REFERENCE = Backend(BlockPool, partial(DevicePagedAttention, torch_kernels))
 
 
 def choose_backend(
-    name: AttentionName, device: torch.device, calls: Sequence[AttentionCall]
+    wanted: Wanted, device: torch.device, dtype: torch.dtype, calls: Sequence[AttentionCall]
 ) -> Backend:
-    """Return who attends on this device to these calls; log what was chosen on a GPU and why.
+    """Return who attends to these calls: the kernels compiled for the device, else plain torch.
 
-    `torch` is plain torch over the memory layout of a GPU, also on a CPU; `reference` all that
-    surrounds the kernels, without them. `auto` takes the kernels on a GPU, and on a CPU plain
-    torch over a layout that suits it better.
-    Raises ModelError where the kernels are asked for and cannot be had.
+    `reference` is all that surrounds the kernels of a GPU, on any device, without them.
+    Logs which, and why not the kernels; compiles those of a CPU. Raises ModelError where kernels
+    are asked for and cannot be had.
     """
-    if name == "torch":
-        return BY_BLOCK
-    if name == "reference":
+    if wanted == "reference":
+        log.info("attention by the reference of the kernels: as model.attention asks")
         return REFERENCE
-    if name == "auto" and device.type == "cpu":
-        return PLAIN
-    reason = _why_no_kernels(device, calls)
-    if reason is None:
-        log.info("attention triton: the device is `%s`", device.type)
-        return _triton()
-    if name == "triton":
+    reason = "as model.attention asks"
+    if wanted != "torch":
+        found = why_no_kernels(device, dtype, calls)
+        if found is None:
+            return _numba(dtype) if device.type == "cpu" else _triton_said()
+        reason = found
+    if wanted == "kernels":
         raise ModelError(
-            f"model.attention is `triton`, but {reason}", hint='set model.attention = "auto"'
+            f'model.attention is "kernels", but {reason}', hint='set model.attention = "auto"'
         )
-    log.info("attention torch, which is slower: %s", reason)
-    return BY_BLOCK
+    log.info("attention by torch: %s", reason)
+    return PLAIN if device.type == "cpu" else BY_BLOCK
 
 
-def _why_no_kernels(device: torch.device, calls: Sequence[AttentionCall]) -> str | None:
+def why_no_kernels(
+    device: torch.device, dtype: torch.dtype, calls: Sequence[AttentionCall]
+) -> str | None:
+    """Say why the kernels of this device cannot serve these calls, None where they can."""
+    if device.type == "cpu":
+        return _why_no_numba(dtype)
+    return why_no_triton(device, calls)
+
+
+def _why_no_numba(dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        # newest versions of Python come before the numba that knows them
+        return f"numba cannot be imported: {error}"
+    return None
+
+
+def _numba(dtype: torch.dtype) -> Backend:
+    import numba
+
+    from jobrunner.engine.attention import kernels
+    from jobrunner.engine.attention.numba_paged import STORED, NumbaPagedAttention
+
+    # the pool of threads that torch has: two pools would wait for each other's processors
+    if numba.config.THREADING_LAYER == "default" and _has_openmp():
+        numba.config.THREADING_LAYER = "omp"
+    place, keep = keep_compiled()
+    started = time.perf_counter()
+    kernels.compiled(STORED[dtype], keep=keep)
+    log.info(
+        "attention by compiled kernels (numba %s): ready in %.1f s, %s",
+        numba.__version__,
+        time.perf_counter() - started,
+        place,
+    )
+    return Backend(KvPool, partial(NumbaPagedAttention, keep_compiled=keep))
+
+
+def _has_openmp() -> bool:
+    try:
+        importlib.import_module("numba.np.ufunc.omppool")
+    except ImportError:
+        return False
+    return True
+
+
+def keep_compiled() -> tuple[str, bool]:
+    """Tell numba where to keep what it compiles; say where, and whether it can."""
+    from numba import config
+
+    folder = getattr(config, "CACHE_DIR", "") or str(user_cache_folder() / "kernels")
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        return f"compiled at every start, as `{folder}` cannot be made: {error.strerror}", False
+    if not os.access(folder, os.W_OK):
+        return f"compiled at every start, as `{folder}` cannot be written to", False
+    config.CACHE_DIR = folder
+    return f"kept in `{folder}`", True
+
+
+def why_no_triton(device: torch.device, calls: Sequence[AttentionCall]) -> str | None:
+    """Say why the Triton kernels cannot serve these calls here, None where they can."""
     if find_spec("triton") is None:
         return "the package triton is missing"
     if device.type == "cpu" and not _interprets():
-        return "its kernels run on a CPU only where TRITON_INTERPRET=1 is set"
+        return "Triton kernels run on a CPU only where TRITON_INTERPRET=1 is set"
     widest = max(max(call.key_width, call.value_width) for call in calls)
     if widest > MOST_WIDTH:
         return f"a head of the model is {widest} wide, the kernels serve {MOST_WIDTH}"
@@ -84,9 +151,17 @@ def _interprets() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def _triton() -> Backend:
+def triton_backend() -> Backend:
+    """Attend by Triton kernels, which also copy blocks."""
     # triton reads at import whether it interprets, and is no small thing to import
     from jobrunner.engine.attention import triton_launch as kernels
 
     pool = partial(BlockPool, gather=kernels.gather_blocks, scatter=kernels.scatter_blocks)
     return Backend(pool, partial(DevicePagedAttention, kernels))
+
+
+def _triton_said() -> Backend:
+    import triton
+
+    log.info("attention by compiled kernels (triton %s)", triton.__version__)
+    return triton_backend()
