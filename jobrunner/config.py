@@ -217,7 +217,7 @@ class ModelTable(Table):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
-    attention: Literal["auto", "kernels", "torch"] = "auto"
+    attention: Literal["auto", "kernels", "torch", "reference"] = "auto"
     max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 
 

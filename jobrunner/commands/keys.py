@@ -61,7 +61,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "dtype": "of weights, activations and KV",
         "device": '"auto" takes a GPU where there is one',
         "threads": "threads of a forward pass on a CPU",
-        "attention": "kernels: compiled for the CPU; torch: anywhere; auto: what is faster",
+        "attention": "kernels: compiled; torch: slower; auto: kernels if any; reference: for tests",
         "max_model_len": "the most tokens of prompt and output; auto: what the model can",
     },
     "generation": {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 
@@ -83,6 +84,15 @@ def _cpu_flags(cpuinfo: Path) -> list[str]:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
     return flags.split()
+
+
+def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy numbers to a device without waiting for what it is computing."""
+    tensor = torch.from_numpy(numbers)
+    if device.type != "cuda":
+        return tensor.to(device)
+    # from memory that is not page-locked, a larger copy waits for its turn on the device
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> tuple[str, str]:

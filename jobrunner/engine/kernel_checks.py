@@ -23,7 +23,8 @@ from jobrunner.engine.attention.hook import (
     UnservedError,
 )
 from jobrunner.engine.attention.plain import plain_attention
-from jobrunner.engine.devices import DTYPES
+from jobrunner.engine.block_pool import BlockPool
+from jobrunner.engine.devices import DTYPES, cpu_has_bfloat16
 from jobrunner.engine.kv import AttentionCall, KvPool
 
 # of a row's size; what rounding explains, not what a wrong index does
@@ -107,14 +108,14 @@ class _Tokens(NamedTuple):
     v: torch.Tensor
 
 
-def attention_error(make: MakeAttention) -> Error:
+def attention_error(make: MakeAttention, make_pool: Callable[..., KvPool] = KvPool) -> Error:
     """Compare an attention backend with plain attention, on ragged prompts and decodes."""
 
     def error(device: torch.device, dtype: torch.dtype) -> float:
         stops = list(zip(*_PASSES, strict=True))
         width = -(-max(map(max, stops)) // _BLOCK_SIZE)
         call = AttentionCall(_KV_HEADS, _WIDTH, _WIDTH)
-        pool = KvPool([call], width * len(stops), _BLOCK_SIZE, dtype, device)
+        pool = make_pool([call], width * len(stops), _BLOCK_SIZE, dtype, device)
         attention = make(pool, device)
         numbers = _numbers(device, dtype)
         sequences = [
@@ -199,8 +200,42 @@ def _torch_paged(pool: KvPool, device: torch.device) -> Attention:
     return TorchPagedAttention(pool, device)
 
 
+def _numba(pool: KvPool, device: torch.device) -> Attention:
+    if device.type != "cpu":
+        raise UnservedError(f"these kernels are for a CPU, not for {device.type}")
+
+    from jobrunner.engine.attention.numba_paged import NumbaPagedAttention
+
+    return NumbaPagedAttention(pool, device)
+
+
+def _triton(pool: KvPool, device: torch.device) -> Attention:
+    from jobrunner.engine.attention.choice import triton_backend, why_no_triton
+
+    reason = why_no_triton(device, pool.calls)
+    if reason is not None:
+        raise UnservedError(reason)
+    return triton_backend().make_attention(pool, device)
+
+
+def _packed(x_NI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    from jobrunner.engine.linears import PackedLinear
+
+    if weight_OI.device.type != "cpu" or weight_OI.dtype != torch.bfloat16:
+        raise UnservedError("weights are packed for a CPU, in bfloat16")
+    if not cpu_has_bfloat16():
+        raise UnservedError("the processor has no bfloat16")
+    linear = torch.nn.Linear(*weight_OI.shape[::-1], bias=False, dtype=weight_OI.dtype)
+    linear.weight.copy_(weight_OI)
+    out_NO: torch.Tensor = PackedLinear(linear)(x_NI)
+    return out_NO
+
+
 # each backend is imported when it is made: what it needs may not be here
 KERNELS = (
     Kernel("attention", "torch", attention_error(_torch_paged)),
+    Kernel("attention", "numba", attention_error(_numba)),
+    Kernel("attention", "triton", attention_error(_triton, BlockPool)),
     Kernel("projection", "torch", projection_error(torch.nn.functional.linear)),
+    Kernel("projection", "packed", projection_error(_packed)),
 )

@@ -86,18 +86,23 @@ class KvPool:
         self.block_count = block_count
         self.block_size = block_size
         self.dtype = dtype
-
-        def pool(heads: int, width: int) -> torch.Tensor:
-            return _zeros((heads, block_count, block_size, width), dtype, device)
-
-        self.keys = [pool(call.kv_heads, call.key_width) for call in calls]
-        self.values = [pool(call.kv_heads, call.value_width) for call in calls]
-        self._flat_keys = [keys.flatten(1, 2) for keys in self.keys]
-        self._flat_values = [values.flatten(1, 2) for values in self.values]
-        self._tensors = [*self.keys, *self.values]
-        elements = sum(math.prod(tensor.shape) // block_count for tensor in self._tensors)
+        self.keys, self.values = self._lay_out(device)
+        elements = bytes_per_token(calls, dtype) // dtype.itemsize * block_size
         self._host_NE = _host_zeros((host_block_count, elements), dtype, device)
         self._copied_blocks = max(1, _COPIED_BYTES // (elements * dtype.itemsize))
+
+    def _lay_out(self, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Make the keys and the values of each call, all zero."""
+
+        def pool(heads: int, width: int) -> torch.Tensor:
+            return zeros((heads, self.block_count, self.block_size, width), self.dtype, device)
+
+        keys = [pool(call.kv_heads, call.key_width) for call in self.calls]
+        values = [pool(call.kv_heads, call.value_width) for call in self.calls]
+        self._flat_keys = [each.flatten(1, 2) for each in keys]
+        self._flat_values = [each.flatten(1, 2) for each in values]
+        self._tensors = [*keys, *values]
+        return keys, values
 
     def write(
         self, call: int, slots_T: torch.Tensor, k_KTD: torch.Tensor, v_KTD: torch.Tensor
@@ -159,7 +164,8 @@ def runs(places: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Make a tensor of zeros; of the host's memory it takes only what is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy's zeros take memory only once written; torch writes them at once
@@ -171,5 +177,5 @@ def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     if shape[0] == 0:
         return torch.empty(shape, dtype=dtype)
     if device.type == "cpu":
-        return _zeros(shape, dtype, device)
+        return zeros(shape, dtype, device)
     return torch.zeros(shape, dtype=dtype, pin_memory=True)

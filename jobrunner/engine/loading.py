@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -16,8 +17,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
-from jobrunner.config import BatchingTable
-from jobrunner.engine.attention.choice import MakeAttention, Wanted, choose_attention
+from jobrunner.engine.attention.choice import Backend, Wanted, choose_backend
+from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.cores import allowed_cores
@@ -25,6 +26,7 @@ from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.fused import make_fast
+from jobrunner.engine.graphs import CudaRecorder, Record
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
@@ -36,7 +38,7 @@ from jobrunner.engine.memory import (
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
 from jobrunner.engine.proof import leave, prove
-from jobrunner.engine.runner import TransformersRunner
+from jobrunner.engine.runner import GraphSettings, TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
@@ -49,6 +51,10 @@ from jobrunner.engine.support import (
 from jobrunner.engine.tuning import Automatic, Tuning
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
+
+# only its type: an engine runs where settings cannot be read
+if TYPE_CHECKING:
+    from jobrunner.config import BatchingTable
 
 log = logging.getLogger("cbjob")
 
@@ -90,15 +96,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProvenModel:
-    """A model whose weights are loaded, and the attention calls of each of its passes.
-
-    `make_attention` is what it was proved with.
-    """
+    """A model whose weights are loaded, the attention calls of its passes, and who serves them."""
 
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
-    make_attention: MakeAttention
+    backend: Backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +241,10 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    make_attention = choose_attention(attention, info.device, model.dtype)
+    choose = partial(choose_backend, attention)
     improve = make_fast if fast else leave
-    calls = prove(model, make_attention, block_size, info.max_model_len, improve)
-    return ProvenModel(info, model, calls, make_attention)
+    calls, backend = prove(model, choose, block_size, info.max_model_len, improve)
+    return ProvenModel(info, model, calls, backend)
 
 
 def open_engine(
@@ -279,7 +282,7 @@ def open_engine(
         block_size=block_size,
     )
     info = proven.info
-    rules = scheduling or BatchingTable()
+    rules = scheduling or _default_rules()
     limits = resolve_limits(
         info.device, max_batch_size, token_budget, chunk_size, lookahead, rules.schedule_every
     )
@@ -311,6 +314,12 @@ def open_engine(
     )
 
 
+def _default_rules() -> BatchingTable:
+    from jobrunner.config import BatchingTable
+
+    return BatchingTable()
+
+
 def place_model(
     proven: ProvenModel,
     limits: Limits,
@@ -329,8 +338,11 @@ def place_model(
         info, limits, kv_memory, block_size, token_bytes, free_bytes=_free_bytes(info.device)
     )
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
-    pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
-    attention = proven.make_attention(pool, model.device)
+    backend = proven.backend
+    pool = backend.make_pool(
+        proven.calls, block_count, block_size, model.dtype, model.device, host_blocks
+    )
+    attention = backend.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
     log.info(
@@ -352,8 +364,12 @@ def build_engine(
     ahead: bool = True,
     duplicates: Duplicates | None = None,
     tuning: Tuning | None = None,
+    graphs: bool = True,
 ) -> Engine:
-    """Build an engine that begins with an empty KV memory; whoever used it before is done."""
+    """Build an engine that begins with an empty KV memory; whoever used it before is done.
+
+    Without `graphs` decode steps are launched one operation at a time, also on a GPU.
+    """
     pool, model = placed.pool, placed.model
     scheduler = make_scheduler(
         rules,
@@ -364,8 +380,20 @@ def build_engine(
         costs=_costs(pool, placed.host_blocks),
         ahead=ahead,
     )
-    runner = TransformersRunner(model, placed.attention, model.device, pool)
+    recorded = _graph_settings(placed, limits) if graphs else None
+    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=recorded)
     return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
+
+
+def _graph_settings(placed: PlacedModel, limits: Limits) -> GraphSettings | None:
+    record = _recorder(placed.model.device)
+    if record is None or not isinstance(placed.attention, DevicePagedAttention):
+        return None
+    return GraphSettings(record, limits.max_batch_size, placed.info.max_model_len)
+
+
+def _recorder(device: torch.device) -> Record | None:
+    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 def _host_block_count(rules: BatchingTable, device: str, block_bytes: int, block_count: int) -> int:

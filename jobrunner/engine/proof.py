@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jobrunner.engine.attention.choice import MakeAttention
+from jobrunner.engine.attention.choice import Backend
 from jobrunner.engine.attention.hook import Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
-from jobrunner.engine.kv import AttentionCall, KvPool
+from jobrunner.engine.kv import AttentionCall
 from jobrunner.engine.runner import Packed, TransformersRunner
 from jobrunner.engine.support import check_calls, check_reach, refusal
 from jobrunner.errors import ModelError
@@ -25,6 +25,8 @@ _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.25}
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
+
+ChooseBackend = Callable[[torch.device, torch.dtype, Sequence[AttentionCall]], Backend]
 
 
 class _Turn(NamedTuple):
@@ -49,34 +51,36 @@ def leave(model: torch.nn.Module) -> None:
 
 def prove(
     model: torch.nn.Module,
-    make_attention: MakeAttention,
+    choose_backend: ChooseBackend,
     block_size: int,
     max_model_len: int,
     improve: Callable[[torch.nn.Module], None] = leave,
-) -> list[AttentionCall]:
-    """Return the attention calls of one pass, after showing that ours computes the same logits.
+) -> tuple[list[AttentionCall], Backend]:
+    """Return the attention calls of one pass and who attends, shown to compute the same logits.
 
     The model must come with eager attention; it leaves with ours, and with what `improve` changes
-    in place, which is under the same proof. Raises ModelError where it
-    does not take our attention, attends elsewhere too, or computes something else with ours.
+    in place, which is under the same proof. Raises ModelError where it does not take our
+    attention, attends elsewhere too, or computes something else with ours.
     """
     device, dtype = model.device, model.dtype
     sequences = _test_sequences(model.config.get_text_config().vocab_size)
     try:
         expected = [_eager_logits(model, tokens, device) for tokens in sequences]
-        improve(model)
         calls = record_calls(model, device, max_model_len)
         check_calls(model.config, calls)
         check_reach(model.config, calls, max_model_len)
-        pool = KvPool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
-        attention = make_attention(pool, device)
+        # first who attends: that also settles where what is compiled is kept
+        backend = choose_backend(device, dtype, calls)
+        improve(model)
+        pool = backend.make_pool(calls, 2 * -(-_LONG // block_size), block_size, dtype, device)
+        attention = backend.make_attention(pool, device)
         attach(model, attention)
         actual = _paged_logits(TransformersRunner(model, attention, device), sequences, block_size)
     except (UnservedError, *_FAILURES) as error:
         raise refusal(model.config, f"with paged attention it fails: {error}") from error
     for expected_TV, actual_TV in zip(expected, actual, strict=True):
         _compare(model, expected_TV, actual_TV, _TOLERANCE[dtype])
-    return calls
+    return calls, backend
 
 
 def _test_sequences(vocabulary: int) -> list[list[int]]:

@@ -7,14 +7,36 @@ one is awake. Shapes: R rows, W width of a row, T tokens, H heads, D width of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
+
+from jobrunner.engine.compiling import kept_compiled
 
 _U16, _U32 = np.uint16, np.uint32
 _F32 = np.float32
-# sums may be in any order, so that they are made of vectors; NaN stays NaN
-_kernel = njit(fastmath={"reassoc", "contract"}, nogil=True, cache=True)
+
+
+class _Kernels(NamedTuple):
+    norm: Callable[..., None]
+    rotate: Callable[..., None]
+
+
+@cache
+def _kernels() -> _Kernels:
+    """Compile, or find what was compiled before."""
+    rows, cells = types.uint16[:, ::1], types.uint16[:, :, ::1]
+    norm = types.void(rows, types.float32[::1], types.float32, rows)
+    rotations = [types.void(x, rows, rows, cells) for x in (cells, types.uint16[:, :, :])]
+    # sums may be in any order, so that they are made of vectors; NaN stays NaN
+    options = {"fastmath": {"reassoc", "contract"}, "nogil": True, "cache": True}
+    with kept_compiled("rows", Path(__file__)):
+        return _Kernels(njit(norm, **options)(_norm), njit(rotations, **options)(_rotate))
 
 
 def rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -22,7 +44,9 @@ def rms_norm(x: torch.Tensor, weight_W: torch.Tensor, epsilon: float) -> torch.T
     x = x.contiguous()
     out = torch.empty_like(x)
     width = x.shape[-1]
-    _norm(_bits(x.view(-1, width)), weight_W.numpy(), _F32(epsilon), _bits(out.view(-1, width)))
+    _kernels().norm(
+        _bits(x.view(-1, width)), weight_W.numpy(), _F32(epsilon), _bits(out.view(-1, width))
+    )
     return out
 
 
@@ -33,7 +57,7 @@ def rotate(x_HTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> t
     """
     heads, tokens, width = x_HTD.shape
     out_THD = x_HTD.new_empty(tokens, heads, width)
-    _rotate(_bits(x_HTD.transpose(0, 1)), _bits(cos_TD), _bits(sin_TD), _bits(out_THD))
+    _kernels().rotate(_bits(x_HTD.transpose(0, 1)), _bits(cos_TD), _bits(sin_TD), _bits(out_THD))
     return out_THD.transpose(0, 1)
 
 
@@ -42,7 +66,6 @@ def _bits(x: torch.Tensor) -> np.ndarray:
     return bits
 
 
-@_kernel
 def _norm(x_RW, weight_W, epsilon, out_RW):  # type: ignore[no-untyped-def]
     rows, width = x_RW.shape
     wide_W = np.empty(width, _F32)
@@ -64,7 +87,6 @@ def _norm(x_RW, weight_W, epsilon, out_RW):  # type: ignore[no-untyped-def]
             )
 
 
-@_kernel
 def _rotate(x_THD, cos_TD, sin_TD, out_THD):  # type: ignore[no-untyped-def]
     tokens, heads, width = x_THD.shape
     half = width // 2

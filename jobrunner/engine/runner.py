@@ -10,11 +10,16 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
+from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, Piece, Singles
+from jobrunner.engine.block_pool import BlockPool
+from jobrunner.engine.devices import to_device
+from jobrunner.engine.graphs import DecodeGraphs, Record, StepInputs, StepOutputs
 from jobrunner.engine.kv import KvPool
 from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
 from jobrunner.engine.plan import Drawn, Plan
@@ -23,6 +28,19 @@ from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
 
 Numbers = np.ndarray
+
+
+# more than any batch has
+_MOST_DRAWN = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """How to record decode steps: of so many sequences at most, none longer than `longest`."""
+
+    record: Record
+    most: int
+    longest: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,14 +108,16 @@ class TransformersRunner:
         pool: KvPool | None = None,
         *,
         ahead: bool | None = None,
+        graphs: GraphSettings | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._device = device
         self.ahead = device.type == "cuda" if ahead is None else ahead
-        # by the launch before
-        self._drawn_B = torch.empty(0, dtype=torch.int64, device=device)
+        # by the launch before; stays where it is, because graphs read it
+        self._drawn_B = torch.zeros(_MOST_DRAWN, dtype=torch.int64, device=device)
+        self._graphs = None if graphs is None else self._decode_graphs(graphs)
 
     def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
@@ -125,20 +145,60 @@ class TransformersRunner:
             begun = _Moment(self._device)
             if not len(plan):
                 return Launched(plan, copy_s, begun, begun)
-            logits_BV = self.logits(pack(plan))[: len(draws)]
-            likeliest_B = likeliest(logits_BV)
+            out = self._compute(pack(plan)).first(len(draws))
             # logits that are not finite may lead past the vocabulary, and stop all before they tell
-            most = logits_BV.shape[1] - 1
-            self._drawn_B = sample_on_device(logits_BV, draws, likeliest_B).clamp(max=most)
+            most = out.logits.shape[1] - 1
+            tokens_B = sample_on_device(out.logits, draws, out.tokens).clamp(max=most)
+            self._remember(tokens_B)
             return Launched(
                 plan,
                 copy_s,
                 begun,
-                tokens=self._drawn_B.to("cpu", non_blocking=True),
-                finite=finite(logits_BV, likeliest_B).to("cpu", non_blocking=True),
-                looked=[some.to_host() for some in look(logits_BV, self._drawn_B, wanted)],
+                # the next step of this size writes to the same tensors
+                tokens=tokens_B.to("cpu", non_blocking=True, copy=True),
+                finite=out.finite.to("cpu", non_blocking=True, copy=True),
+                looked=[some.to_host() for some in look(out.logits, tokens_B, wanted)],
                 done=_Moment(self._device),
             )
+
+    def _compute(self, packed: Packed) -> StepOutputs:
+        """Compute a packed row, by a recorded step where it holds nothing but single tokens."""
+        graphs, singles = self._graphs, packed.singles
+        if graphs is not None and not packed.pieces and graphs.serves(singles):
+            with torch.inference_mode():
+                played = graphs.run(singles, packed.tokens, packed.logit_rows, packed.follows)
+            if played is not None:
+                return played
+        return _outputs(self.logits(packed))
+
+    def _decode_graphs(self, settings: GraphSettings) -> DecodeGraphs:
+        assert isinstance(self._attention, DevicePagedAttention), "graphs need kernels"
+        assert isinstance(self._pool, BlockPool), "graphs need a trash block"
+        return DecodeGraphs(
+            partial(self._step, self._attention),
+            settings.record,
+            self._device,
+            most=settings.most,
+            longest=settings.longest,
+            block_size=self._pool.block_size,
+            trash_block=self._pool.trash_block,
+        )
+
+    def _step(self, attention: DevicePagedAttention, inputs: StepInputs) -> StepOutputs:
+        """One decode step over tensors alone: what happens here is recorded, not repeated."""
+        followed_B = self._drawn_B[inputs.follows.clamp(min=0)]
+        tokens_B = torch.where(inputs.follows < 0, inputs.tokens, followed_B)
+        attention.begin_tables(inputs.tables)
+        logits_1BV = self._model(
+            input_ids=tokens_B.unsqueeze(0),
+            position_ids=inputs.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=inputs.logit_rows,
+        ).logits
+        return _outputs(logits_1BV[0])
+
+    def _remember(self, tokens_B: torch.Tensor) -> None:
+        self._drawn_B[: len(tokens_B)].copy_(tokens_B)
 
     def logits(self, packed: Packed) -> torch.Tensor:
         """Compute a packed row; return the logits of its `logit_rows`, `[B, V]`, in its own dtype.
@@ -181,7 +241,7 @@ class TransformersRunner:
         return tokens_1T.index_copy(1, places_F, self._drawn_B[drawn_at_F].unsqueeze(0))
 
     def _numbers(self, numbers: Numbers) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
+        return to_device(numbers, self._device)
 
 
 class _Moment:
@@ -237,6 +297,11 @@ def _device_failures() -> Iterator[None]:
             f"the device failed: {error}",
             hint="run again; out of memory: lower batching.kv_memory or token_budget",
         ) from error
+
+
+def _outputs(logits_BV: torch.Tensor) -> StepOutputs:
+    likeliest_B = likeliest(logits_BV)
+    return StepOutputs(logits_BV, likeliest_B, finite(logits_BV, likeliest_B))
 
 
 def finite(logits_BV: torch.Tensor, likeliest_B: torch.Tensor) -> torch.Tensor:

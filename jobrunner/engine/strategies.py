@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jobrunner.config import BatchingTable
+from typing import TYPE_CHECKING
+
 from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.order import order_named
@@ -14,6 +15,10 @@ from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.stopping import OpenText
 from jobrunner.engine.swap import HostBlocks
 from jobrunner.engine.waiting import Waiting
+
+# only its type: an engine runs where settings cannot be read
+if TYPE_CHECKING:
+    from jobrunner.config import BatchingTable
 
 # no prompt is as long
 _NO_BLOCK = 2**31

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from jobrunner.engine.attention.choice import BY_BLOCK, PLAIN, REFERENCE, Backend
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, decode_groups
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach, bytes_per_token
@@ -73,13 +74,15 @@ def paged_attention(
     block_size: int,
     options: AttentionOptions,
     reach: Reach = EVERYTHING,
+    backend: Backend = PLAIN,
 ) -> list[torch.Tensor]:
-    """The same by our backend: every sequence goes on by its own chunk size each pass."""
+    """The same by a backend: every sequence goes on by its own chunk size each pass."""
     lengths = [tokens.q.shape[1] for tokens in sequences]
     width = -(-max(lengths) // block_size)
     call = replace(CALL, reach=reach)
-    pool = KvPool([call], width * len(sequences), block_size, torch.float32, torch.device("cpu"))
-    attention = TorchPagedAttention(pool, torch.device("cpu"))
+    device = torch.device("cpu")
+    pool = backend.make_pool([call], width * len(sequences), block_size, torch.float32, device)
+    attention = backend.make_attention(pool, device)
     order = torch.randperm(width * len(sequences), generator=torch.Generator().manual_seed(1))
     tables = order.view(len(sequences), width).tolist()
     done = [0] * len(sequences)
@@ -111,7 +114,7 @@ def paged_attention(
     return [torch.cat(part) for part in parts]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 25), st.integers(1, 12)), min_size=1, max_size=5),
     block_size=st.integers(1, 5),
@@ -120,8 +123,11 @@ def paged_attention(
     | st.builds(Reach, chunk=st.integers(1, 12)),
     softcap=st.none() | st.just(2.0),
     sinks=st.booleans(),
+    backend=st.sampled_from([PLAIN, BY_BLOCK, REFERENCE]),
 )
-def test_chunks_and_decodes_equal_plain_attention(shapes, block_size, reach, softcap, sinks):
+def test_chunks_and_decodes_equal_plain_attention(
+    shapes, block_size, reach, softcap, sinks, backend
+):
     generator = torch.Generator().manual_seed(3)
     sequences = [random_tokens(length, generator) for length, _ in shapes]
     options = AttentionOptions(
@@ -129,7 +135,8 @@ def test_chunks_and_decodes_equal_plain_attention(shapes, block_size, reach, sof
         softcap=softcap,
         sinks=torch.linspace(-1, 1, HEADS) if sinks else None,
     )
-    paged = paged_attention(sequences, [chunk for _, chunk in shapes], block_size, options, reach)
+    chunks = [chunk for _, chunk in shapes]
+    paged = paged_attention(sequences, chunks, block_size, options, reach, backend)
     for tokens, actual in zip(sequences, paged, strict=True):
         expected = plain_attention(tokens, options, reach)
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)

@@ -263,16 +263,16 @@ def test_what_is_compiled_outlives_a_collection_of_garbage():
     assert_near(paged_attention(case, options, EVERYTHING, 4), expected)
 
 
-@pytest.mark.parametrize("threads", [torch_threads(), _numba_threads(keep=False)])
+@pytest.mark.parametrize("threads", [torch_threads(), _numba_threads()])
 def test_each_of_the_threads_takes_other_work(threads):
     if threads is None:
         pytest.skip("torch does not come with GNU's OpenMP")
     shape = Shape(3, 2, 16, 16)
     case = random_case(shape, [(length - 1, length) for length in range(100, 160)], torch.float32)
     options = AttentionOptions(0.2)
-    made = replace(compiled(np.float32, keep=True), run_on_threads=threads)
+    made = replace(compiled(np.float32), run_on_threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 3)
-        patch.setattr(kernels, "compiled", lambda stored, *, keep: made)
+        patch.setattr(kernels, "compiled", lambda stored: made)
         actual = paged_attention(case, options, EVERYTHING, 16)
     assert_near(actual, plain_attention(case, options, EVERYTHING))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, BloomConfig, DeepseekV3Config, LlamaConfig, PhimoeConfig
 
 from jobrunner.engine import loading
+from jobrunner.engine.attention.choice import Backend
 from jobrunner.engine.attention.hook import UnservedError
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.devices import (
@@ -22,6 +23,7 @@ from jobrunner.engine.devices import (
     resolve_device,
     resolve_dtype,
 )
+from jobrunner.engine.kv import KvPool
 from jobrunner.engine.loading import load_model, open_engine, read_model_info, resolve_limits
 from jobrunner.engine.proof import prove
 from jobrunner.engine.scheduler import Limits
@@ -254,7 +256,7 @@ class DecodesTooFar(TorchPagedAttention):
 def test_the_proof_at_load_catches_a_broken_attention(llama: Path, broken):
     model = load_model(llama, "float32", "cpu")
     with pytest.raises(ModelError, match="computes other logits with paged attention"):
-        prove(model, broken, block_size=4, max_model_len=64)
+        prove(model, lambda *_: Backend(KvPool, broken), block_size=4, max_model_len=64)
 
 
 def test_the_proof_names_what_an_attention_cannot_do(llama: Path):
@@ -264,7 +266,7 @@ def test_the_proof_names_what_an_attention_cannot_do(llama: Path):
 
     model = load_model(llama, "float32", "cpu")
     with pytest.raises(ModelError, match="with paged attention it fails: no such thing"):
-        prove(model, Refuses, block_size=4, max_model_len=64)
+        prove(model, lambda *_: Backend(KvPool, Refuses), block_size=4, max_model_len=64)
 
 
 def test_logits_that_are_not_finite_are_refused(tmp_path: Path):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobrunner.engine.block_pool import BlockPool, shared_runs
 from jobrunner.engine.kv import AttentionCall, KvPool, runs
 from jobrunner.engine.swap import HostBlocks
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
@@ -145,12 +146,22 @@ def test_neighbours_are_handed_out_together():
     assert host.take(3) == [0, 1, 2]
 
 
+@pytest.mark.parametrize("make_pool", [KvPool, BlockPool])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_blocks_come_back_from_host_memory_as_they_were(at_once: int, monkeypatch):
-    calls = [AttentionCall(2, 3, 3), AttentionCall(1, 4, 2)]
+def test_blocks_come_back_from_host_memory_as_they_were(make_pool, at_once: int, monkeypatch):
     block_bytes = (2 * 6 + 6) * 4 * 4
     monkeypatch.setattr("jobrunner.engine.kv._COPIED_BYTES", at_once * block_bytes)
-    pool = KvPool(calls, 6, 4, torch.float32, torch.device("cpu"), host_block_count=5)
+    swap_back_and_forth(make_pool)
+
+
+def test_large_blocks_come_back_without_a_detour(monkeypatch):
+    monkeypatch.setattr("jobrunner.engine.block_pool._STAGED_BELOW_BYTES", 0)
+    swap_back_and_forth(BlockPool)
+
+
+def swap_back_and_forth(make_pool) -> None:
+    calls = [AttentionCall(2, 3, 3), AttentionCall(1, 4, 2)]
+    pool = make_pool(calls, 6, 4, torch.float32, torch.device("cpu"), host_block_count=5)
     for tensor in [*pool.keys, *pool.values]:
         tensor.normal_()
     before = [tensor.clone() for tensor in [*pool.keys, *pool.values]]
@@ -159,6 +170,21 @@ def test_blocks_come_back_from_host_memory_as_they_were(at_once: int, monkeypatc
     for tensor, then in zip([*pool.keys, *pool.values], before, strict=True):
         assert torch.equal(tensor[:, [1, 2, 4]], then[:, [5, 0, 3]])
         assert torch.equal(tensor[:, [0, 3, 5]], then[:, [0, 3, 5]])
+
+
+def test_a_block_of_the_gpu_layout_is_one_run_of_memory_with_keys_before_values():
+    calls = [AttentionCall(2, 3, 3), AttentionCall(1, 4, 2)]
+    pool = BlockPool(calls, 2, 4, torch.float32, torch.device("cpu"), host_block_count=1)
+    parts = [pool.keys[0], pool.values[0], pool.keys[1], pool.values[1]]
+    for number, part in enumerate(parts):
+        part[:, 1] = number
+    pool.swap_out([1], [0])
+    assert pool._host_NE[0].tolist() == [0] * 24 + [1] * 24 + [2] * 16 + [3] * 8
+
+
+def test_pairs_that_go_on_together_are_one_copy():
+    assert shared_runs([], []) == []
+    assert shared_runs([4, 5, 6, 7, 3], [0, 1, 5, 6, 7]) == [(4, 0, 2), (6, 5, 2), (3, 7, 1)]
 
 
 def test_numbers_that_follow_each_other_are_one_run():

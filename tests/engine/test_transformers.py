@@ -96,8 +96,9 @@ def greedy(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Req
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
 def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_generate(
-    name: str, preemption: str, request: pytest.FixtureRequest
+    name: str, preemption: str, attention: str, request: pytest.FixtureRequest
 ):
     folder: Path = request.getfixturevalue(name)
     prompts = random_prompts(18)
@@ -115,6 +116,7 @@ def test_mixed_batches_with_chunks_prefix_hits_preemptions_and_resumes_equal_gen
         kv_memory=36 * block_bytes,
         scheduling=BatchingTable(preemption=preemption),
         ahead=False,
+        attention=attention,
     )
     assert [done[index].tokens for index in range(18)] == expected
     assert sum(step.preemptions for step in steps) > 0
@@ -137,9 +139,11 @@ def test_on_a_gpu_the_tokens_equal_those_of_the_cpu(llama: Path):
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
-def test_the_block_size_changes_no_token(llama: Path, block_size: int):
+@pytest.mark.parametrize("attention", ["auto", "torch", "reference"])
+def test_the_block_size_changes_no_token(llama: Path, block_size: int, attention: str):
     prompts = [[5] * length for length in (15, 16, 17)] + random_prompts(3, seed=1)
-    _, done = serve(llama, [greedy(*row) for row in enumerate(prompts)], block_size=block_size)
+    rows = [greedy(*row) for row in enumerate(prompts)]
+    _, done = serve(llama, rows, block_size=block_size, attention=attention)
     assert [done[index].tokens for index in range(6)] == generate(llama, prompts)
 
 
@@ -175,8 +179,11 @@ def test_windows_soft_caps_sinks_and_learned_positions_equal_generate(tmp_path: 
     own.pop("layer_types", None)
     folder = save_model(tmp_path, type(config)(**own))
     prompts = random_prompts(5, seed=2)
-    _, done = serve(folder, [greedy(*row) for row in enumerate(prompts)], chunk_size=6)
-    assert [done[index].tokens for index in range(5)] == generate(folder, prompts)
+    expected = generate(folder, prompts)
+    for attention in ("auto", "torch", "reference"):
+        rows = [greedy(*row) for row in enumerate(prompts)]
+        _, done = serve(folder, rows, chunk_size=6, attention=attention)
+        assert [done[index].tokens for index in range(5)] == expected
 
 
 def sampled(index: int, prompt: Sequence[int], output: Sequence[int] = ()) -> Request:
@@ -387,8 +394,11 @@ def test_keys_and_values_of_different_width_equal_generate(tmp_path: Path):
     )
     folder = save_model(tmp_path, config)
     prompts = random_prompts(4, seed=7)
-    _, done = serve(folder, [greedy(*row) for row in enumerate(prompts)], chunk_size=6)
-    assert [done[index].tokens for index in range(4)] == generate(folder, prompts)
+    expected = generate(folder, prompts)
+    for attention in ("auto", "torch", "reference"):
+        rows = [greedy(*row) for row in enumerate(prompts)]
+        _, done = serve(folder, rows, chunk_size=6, attention=attention)
+        assert [done[index].tokens for index in range(4)] == expected
 
 
 def test_a_model_in_bfloat16_answers_every_row(tmp_path: Path):
@@ -411,7 +421,8 @@ def host_ahead(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("host_ahead")
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_host_ahead_gives_the_tokens_of_generate(llama: Path, preemption: str):
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_the_host_ahead_gives_the_tokens_of_generate(llama: Path, preemption: str, attention: str):
     prompts = random_prompts(18)
     expected = generate(llama, prompts)
     rows = [
@@ -425,6 +436,7 @@ def test_the_host_ahead_gives_the_tokens_of_generate(llama: Path, preemption: st
         kv_memory=36 * 4 * open_tiny(llama).kv_bytes_per_token,
         scheduling=BatchingTable(preemption=preemption),
         ahead=False,
+        attention=attention,
     )
     assert [done[index].tokens for index in range(18)] == expected
     assert sum(step.preemptions for step in steps) > 0

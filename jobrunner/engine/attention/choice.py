@@ -1,48 +1,81 @@
-"""Choose the attention backend for a device and a number format. Knows nothing of models."""
+"""Choose who attends, and the KV pool that goes with it. Knows nothing of models or steps."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
+from jobrunner.engine.attention import torch_kernels
+from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
-from jobrunner.engine.kv import KvPool
+from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
+from jobrunner.engine.block_pool import BlockPool
+from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.errors import ModelError
-from jobrunner.user_cache import user_cache_folder
 
 log = logging.getLogger("cbjob")
 
-Wanted = Literal["auto", "kernels", "torch"]
-MakeAttention = Callable[[KvPool, torch.device], Attention]
+Wanted = Literal["auto", "kernels", "torch", "reference"]
 
 
-def choose_attention(wanted: Wanted, device: str, dtype: torch.dtype) -> MakeAttention:
-    """Return what makes an attention over a pool: compiled kernels on a CPU, else plain torch.
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Who attends. `make_pool` takes what KvPool takes."""
 
-    Logs which, and why not the kernels; compiles them. Raises ModelError where they are asked
-    for and cannot be had.
+    make_pool: Callable[..., KvPool]
+    make_attention: Callable[[KvPool, torch.device], Attention]
+
+
+PLAIN = Backend(KvPool, TorchPagedAttention)
+BY_BLOCK = Backend(BlockPool, TorchPagedAttention)
+# all that surrounds the kernels of a GPU, and in their place what they mean
+REFERENCE = Backend(BlockPool, partial(DevicePagedAttention, torch_kernels))
+
+
+def choose_backend(
+    wanted: Wanted, device: torch.device, dtype: torch.dtype, calls: Sequence[AttentionCall]
+) -> Backend:
+    """Return who attends to these calls: the kernels compiled for the device, else plain torch.
+
+    `reference` is all that surrounds the kernels of a GPU, on any device, without them.
+    Logs which, and why not the kernels; compiles those of a CPU. Raises ModelError where kernels
+    are asked for and cannot be had.
     """
-    reason = "as model.attention asks" if wanted == "torch" else _kernels_problem(device, dtype)
-    if reason is None:
-        return _kernels(dtype)
+    if wanted == "reference":
+        log.info("attention by the reference of the kernels: as model.attention asks")
+        return REFERENCE
+    reason = "as model.attention asks"
+    if wanted != "torch":
+        found = why_no_kernels(device, dtype, calls)
+        if found is None:
+            return _numba(dtype) if device.type == "cpu" else _triton_said()
+        reason = found
     if wanted == "kernels":
         raise ModelError(
             f'model.attention is "kernels", but {reason}', hint='set model.attention = "auto"'
         )
     log.info("attention by torch: %s", reason)
-    return TorchPagedAttention
+    return PLAIN if device.type == "cpu" else BY_BLOCK
 
 
-def _kernels_problem(device: str, dtype: torch.dtype) -> str | None:
-    if device.partition(":")[0] != "cpu":
-        return f"the kernels are for a CPU, not for {device}"
+def why_no_kernels(
+    device: torch.device, dtype: torch.dtype, calls: Sequence[AttentionCall]
+) -> str | None:
+    """Say why the kernels of this device cannot serve these calls, None where they can."""
+    if device.type == "cpu":
+        return _why_no_numba(dtype)
+    return why_no_triton(device, calls)
+
+
+def _why_no_numba(dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"there are no kernels for {str(dtype).removeprefix('torch.')}"
     try:
@@ -53,32 +86,51 @@ def _kernels_problem(device: str, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _kernels(dtype: torch.dtype) -> MakeAttention:
+def _numba(dtype: torch.dtype) -> Backend:
     import numba
 
     from jobrunner.engine.attention import kernels
     from jobrunner.engine.attention.numba_paged import STORED, NumbaPagedAttention
 
-    place, keep = _keep_compiled(numba.config)
     started = time.perf_counter()
-    kernels.compiled(STORED[dtype], keep=keep)
+    kernels.compiled(STORED[dtype])
     log.info(
-        "attention by compiled kernels (numba %s): ready in %.1f s, %s",
+        "attention by compiled kernels (numba %s): ready in %.1f s",
         numba.__version__,
         time.perf_counter() - started,
-        place,
     )
-    return partial(NumbaPagedAttention, keep_compiled=keep)
+    return Backend(KvPool, NumbaPagedAttention)
 
 
-def _keep_compiled(config: object) -> tuple[str, bool]:
-    """Tell numba where to keep what it compiles; say whether it can."""
-    folder = getattr(config, "CACHE_DIR", "") or str(user_cache_folder() / "kernels")
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        return f"compiled at every start, as `{folder}` cannot be made: {error.strerror}", False
-    if not os.access(folder, os.W_OK):
-        return f"compiled at every start, as `{folder}` cannot be written to", False
-    config.CACHE_DIR = folder  # type: ignore[attr-defined]
-    return f"kept in `{folder}`", True
+def why_no_triton(device: torch.device, calls: Sequence[AttentionCall]) -> str | None:
+    """Say why the Triton kernels cannot serve these calls here, None where they can."""
+    if find_spec("triton") is None:
+        return "the package triton is missing"
+    if device.type == "cpu" and not _interprets():
+        return "Triton kernels run on a CPU only where TRITON_INTERPRET=1 is set"
+    widest = max(max(call.key_width, call.value_width) for call in calls)
+    if widest > MOST_WIDTH:
+        return f"a head of the model is {widest} wide, the kernels serve {MOST_WIDTH}"
+    return None
+
+
+def _interprets() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def triton_backend() -> Backend:
+    """Attend by Triton kernels, which also copy blocks."""
+    # triton reads at import whether it interprets, and is no small thing to import
+    from jobrunner.engine.attention import triton_launch as kernels
+
+    pool = partial(BlockPool, gather=kernels.gather_blocks, scatter=kernels.scatter_blocks)
+    return Backend(pool, partial(DevicePagedAttention, kernels))
+
+
+def _triton_said() -> Backend:
+    import triton
+
+    log.info("attention by compiled kernels (triton %s)", triton.__version__)
+    return triton_backend()

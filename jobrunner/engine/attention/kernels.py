@@ -14,11 +14,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, from_dtype, njit, prange, types
 
+from jobrunner.engine.attention import tiles
 from jobrunner.engine.attention.threads import RunOnThreads, torch_threads
 from jobrunner.engine.attention.tiles import (
     LANES,
@@ -37,6 +39,7 @@ from jobrunner.engine.attention.tiles import (
     round_row,
     take_next,
 )
+from jobrunner.engine.compiling import kept_compiled
 
 SEES_ALL, SEES_WINDOW, SEES_CHUNK = 0, 1, 2
 
@@ -100,14 +103,19 @@ class Kernels:
 
 
 @cache
-def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
-    """Compile for float32, or for uint16 as bfloat16; `keep` it in numba's cache."""
+def compiled(stored: type[np.generic]) -> Kernels:
+    """Compile for float32, or for uint16 as bfloat16; or find what was compiled before."""
+    with kept_compiled(f"attention-{stored.__name__}", Path(__file__), Path(tiles.__file__)):
+        return _compile(stored)
+
+
+def _compile(stored: type[np.generic]) -> Kernels:
     pairs = stored is np.uint16 and multiplies_pairs()
-    entry = cfunc(types.void(types.CPointer(_JOB)), cache=keep, error_model="numpy")
+    entry = cfunc(types.void(types.CPointer(_JOB)), cache=True, error_model="numpy")
 
     # functions are given by their addresses, as compiled code that calls others holds a copy of
     # them, which takes as long to compile again
-    @cfunc(types.void(types.CPointer(types.int64)), cache=keep)
+    @cfunc(types.void(types.CPointer(types.int64)), cache=True)
     def work(pointer):
         chunks, decodes, job = carray(pointer, 3)
         call(chunks, job)
@@ -352,11 +360,11 @@ def compiled(stored: type[np.generic], *, keep: bool) -> Kernels:
                     _store_row(sums, r * W, highest[r], totals[r], sinks_H, h, target)
 
     parts = (write, work, chunks, decodes, merge)
-    return Kernels(parts, torch_threads() or _numba_threads(keep))
+    return Kernels(parts, torch_threads() or _numba_threads())
 
 
-def _numba_threads(keep: bool) -> RunOnThreads:
-    @njit(types.void(*[types.int64] * 3), parallel=True, nogil=True, cache=keep)
+def _numba_threads() -> RunOnThreads:
+    @njit(types.void(*[types.int64] * 3), parallel=True, nogil=True, cache=True)
     def run(function, argument, threads):
         for _ in prange(threads):
             call(function, argument)

@@ -27,11 +27,11 @@ _PIECES_PER_THREAD = 4
 class NumbaPagedAttention:
     """Keeps K and V in the pool and attends over it; everything per step is built in `begin`."""
 
-    def __init__(self, pool: KvPool, device: torch.device, *, keep_compiled: bool = True) -> None:
+    def __init__(self, pool: KvPool, device: torch.device) -> None:
         if pool.dtype not in STORED or device.type != "cpu":
             raise UnservedError(f"there are no kernels for {pool.dtype} on {device.type}")
         self._pool = pool
-        self._kernels = kernels.compiled(STORED[pool.dtype], keep=keep_compiled)
+        self._kernels = kernels.compiled(STORED[pool.dtype])
         self._call = 0
         self._threads = 1
         self._jobs = np.zeros(len(pool.calls), dtype=kernels.JOB)

@@ -93,8 +93,7 @@ class TorchPagedAttention:
         """
         self._call = 0
         size = self._pool.block_size
-        slots = [_single_slots(singles, size), *(_slots(piece, size) for piece in pieces)]
-        self._slots_T = self._tensor(np.concatenate(slots))
+        self._slots_T = self._tensor(slots_of(singles, pieces, size))
         self._decodes = [
             self._decode_group(singles, first, last)
             for first, last in decode_groups(singles.lengths.tolist(), self._group_tokens)
@@ -116,6 +115,17 @@ class TorchPagedAttention:
         call = self._call
         self._call += 1
         self._pool.write(call, self._slots_T, k_KTD, v_KTW)
+        return self.read(call, q_HTD, k_KTD, v_KTW, options)
+
+    def read(
+        self,
+        call: int,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTW: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Return what each token attends to once its K and V are stored, `[T, H, W]`."""
         heads, tokens, _ = q_HTD.shape
         out_THW = q_HTD.new_empty(tokens, heads, v_KTW.shape[-1])
         q_KGTD = q_HTD.unflatten(0, (k_KTD.shape[0], -1))
@@ -225,6 +235,12 @@ class TorchPagedAttention:
 
     def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
+
+
+def slots_of(singles: Singles, pieces: Sequence[Piece], block_size: int) -> np.ndarray:
+    """Where each token of a packed row is stored, `block * block_size + position`."""
+    own = [_single_slots(singles, block_size), *(_slots(piece, block_size) for piece in pieces)]
+    return np.concatenate(own)
 
 
 def _slots(piece: Piece, block_size: int) -> np.ndarray:

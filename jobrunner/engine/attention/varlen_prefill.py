@@ -1,0 +1,151 @@
+"""Attention of pieces of prompts by torch's kernel for ragged batches. Knows nothing of decodes.
+
+Shapes: T tokens of all pieces, H query heads, K kv heads, D width of a head, S tokens of all
+contexts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from jobrunner.engine.attention.hook import AttentionOptions, Piece
+from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
+from jobrunner.engine.devices import to_device
+from jobrunner.engine.kv import KvPool
+
+Varlen = Callable[..., torch.Tensor]
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_OLDEST_MAJOR = 8
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """The pieces of one pass. `sources` are blocks and positions of all contexts, if cached."""
+
+    starts_q: torch.Tensor
+    starts_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    sources: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class VarlenPrefill:
+    """Attends over the keys of the pass, or over those of the pool where a piece continues one.
+
+    Another function than torch's is taken to serve every number format on every device.
+    """
+
+    def __init__(self, pool: KvPool, device: torch.device, varlen: Varlen | None = None) -> None:
+        self._pool = pool
+        self._device = device
+        self._varlen = varlen or torch_varlen()
+        self._refusal = None if varlen else _refusal(pool.dtype, device)
+        self._ragged: _Ragged | None = None
+
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Prepare for one forward pass over these pieces, packed in this order."""
+        new = [piece.stop - piece.start for piece in pieces]
+        held = [piece.stop for piece in pieces]
+        self._ragged = _Ragged(
+            starts_q=self._tensor(np.cumsum([0, *new], dtype=np.int32)),
+            starts_k=self._tensor(np.cumsum([0, *held], dtype=np.int32)),
+            longest_q=max(new),
+            longest_k=max(held),
+            sources=self._sources(pieces) if any(piece.start for piece in pieces) else None,
+        )
+
+    def attend(
+        self,
+        call: int,
+        q_HTD: torch.Tensor,
+        k_KTD: torch.Tensor,
+        v_KTD: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Return what each token attends to once its K and V are stored, `[T, H, D]`."""
+        ragged = self._ragged
+        assert ragged is not None, "a pass was not begun"
+        k_SKD, v_SKD = k_KTD.transpose(0, 1), v_KTD.transpose(0, 1)
+        if ragged.sources is not None:
+            block_S, position_S = ragged.sources
+            k_SKD = self._pool.keys[call].permute(1, 2, 0, 3)[block_S, position_S]
+            v_SKD = self._pool.values[call].permute(1, 2, 0, 3)[block_S, position_S]
+        window = self._pool.calls[call].reach.window
+        # the kernel counts the tokens before the own one; its last query meets the last key
+        behind = -1 if window is None else window - 1
+        return self._varlen(
+            q_HTD.transpose(0, 1),
+            k_SKD,
+            v_SKD,
+            ragged.starts_q,
+            ragged.starts_k,
+            ragged.longest_q,
+            ragged.longest_k,
+            scale=options.scale,
+            window_size=(behind, 0),
+        )
+
+    def unserved(self, call: int, options: AttentionOptions) -> str | None:
+        """Return why torch's kernel cannot serve this call of the pass, None where it can."""
+        assert self._ragged is not None, "a pass was not begun"
+        stores = self._pool.calls[call]
+        if options.softcap is not None:
+            return "the model caps its scores"
+        if options.sinks is not None:
+            return "the model has attention sinks"
+        if stores.key_width != stores.value_width:
+            return "keys and values differ in width"
+        if stores.key_width > MOST_WIDTH or stores.key_width % 8:
+            return f"a head is {stores.key_width} wide"
+        if stores.reach.chunk is not None and self._ragged.longest_k > stores.reach.chunk:
+            return "a prompt is longer than the chunks in which the model attends"
+        return self._refusal
+
+    def _sources(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        size = self._pool.block_size
+        positions = [np.arange(piece.stop) for piece in pieces]
+        blocks = [
+            np.asarray(piece.blocks, np.int64)[position // size]
+            for piece, position in zip(pieces, positions, strict=True)
+        ]
+        return (
+            self._tensor(np.concatenate(blocks)),
+            self._tensor(np.concatenate(positions) % size),
+        )
+
+    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
+        return to_device(numbers, self._device)
+
+
+def torch_varlen() -> Varlen:
+    """Return torch's function; from 2.12 on it wants to be told of heads that share keys."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    shares = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def varlen(
+        q_THD: torch.Tensor, k_SKD: torch.Tensor, *rest: object, **more: object
+    ) -> torch.Tensor:
+        if shares:
+            more["enable_gqa"] = q_THD.shape[1] != k_SKD.shape[1]
+        return varlen_attn(q_THD, k_SKD, *rest, **more)
+
+    return varlen
+
+
+def _refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return why torch's kernel serves nothing here, None where it does."""
+    if dtype not in _DTYPES:
+        return f"the model computes in {str(dtype).removeprefix('torch.')}"
+    if device.type != "cuda":
+        return f"the device is `{device.type}`"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < _OLDEST_MAJOR:
+        return f"the GPU is of compute capability {major}.{minor}"
+    return None
