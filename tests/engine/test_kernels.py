@@ -276,3 +276,16 @@ def test_each_of_the_threads_takes_other_work(threads):
         patch.setattr(kernels, "compiled", lambda stored: made)
         actual = paged_attention(case, options, EVERYTHING, 16)
     assert_near(actual, plain_attention(case, options, EVERYTHING))
+
+
+@pytest.mark.parametrize("window", [1, 3, 40])
+def test_parts_that_lie_before_the_window_are_passed_over(window):
+    """The kernel once wrote in front of its buffers for them."""
+    shape = Shape(2, 2, 16, 16)
+    case = random_case(shape, [(299, 300), (9, 10)], torch.float32)
+    options, reach = AttentionOptions(0.2), Reach(window=window)
+    expected = plain_attention(case, options, reach)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jobrunner.engine.attention.numba_paged._LEAST_PART", 5)
+        for _ in range(20):
+            assert_near(paged_attention(case, options, reach, 64), expected)

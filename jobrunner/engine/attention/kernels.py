@@ -202,7 +202,8 @@ def _compile(stored: type[np.generic]) -> Kernels:
             highest[:] = -np.inf
             totals[:] = 0
             sums[:] = 0
-            stop_block = (last + positions - 1) // positions
+            # of a part that lies before all that is seen, nothing is computed
+            stop_block = (last + positions - 1) // positions if first < last else 0
             for span_block in range(first // positions, stop_block, per_span):
                 end_block = min(span_block + per_span, stop_block)
                 start, stop = max(first, span_block * positions), min(last, end_block * positions)
