@@ -299,10 +299,25 @@ class ProgressTable(Table):
     metrics: bool = False
 
 
+class WorkersTable(Table):
+    """`devices` are GPUs, as `CUDA_VISIBLE_DEVICES` names them, or sets of cores ("0-3")."""
+
+    engine: Literal["local"] = "local"
+    count: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    devices: Strings = ()
+
+    @model_validator(mode="after")
+    def _a_device_for_each(self) -> WorkersTable:
+        if self.devices and self.count not in ("auto", len(self.devices)):
+            raise ValueError(f"`count` is {self.count}, but `devices` has {len(self.devices)}")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError("`devices` names one twice")
+        return self
+
+
 NOT_YET: dict[str, frozenset[str]] = {
     "model": frozenset({"attention", "allow_unsafe_weights"}),
     "batching": frozenset("max_step".split()),
-    "workers": frozenset({"engine", "count", "devices"}),
     "slurm": frozenset({"partition", "account", "gres", "time", "lines"}),
 }
 
@@ -319,6 +334,7 @@ class Settings(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     errors: ErrorsTable = ErrorsTable()
     progress: ProgressTable = ProgressTable()
+    workers: WorkersTable = WorkersTable()
     folder: Path = Field(default_factory=Path.cwd)
     limit: Positive | None = None
 

@@ -19,7 +19,7 @@ from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Stats, Totals
+from jobrunner.console.stats import Stats, Totals, no_device_memory
 from jobrunner.console.view import summary
 from jobrunner.data.claims import Claims, Identity, device_name, holding_device
 from jobrunner.data.feed import Feed
@@ -39,7 +39,7 @@ from jobrunner.data.results.retry import mark_retries
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
-from jobrunner.opening import Job, load_engine, open_job
+from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
 from jobrunner.stop import Stop
 
@@ -73,15 +73,16 @@ def run(
     *,
     retry_errors: bool = False,
     open_engine: OpenEngine = load_engine,
+    read_model: ReadModel = read_model,
     observe: Observe = lambda step: None,
     stop: Stop | None = None,
 ) -> Summary:
     """Run a job to its end, or until a signal or `stop` asks to leave early.
 
     Run it again on the same run directory and it goes on; with `retry_errors` the rows that
-    became errors run again too. `open_engine` replaces the model, `observe` is shown every step;
-    whoever gives a `stop` handles signals itself. Raises JobError; what is committed stays
-    committed.
+    became errors run again too. `open_engine` and `read_model` replace the model, `observe` is
+    shown every step; whoever gives a `stop` handles signals itself. Raises JobError; what is
+    committed stays committed.
     """
     if stop is None:
         stop = Stop()
@@ -90,10 +91,11 @@ def run(
                 settings,
                 retry_errors=retry_errors,
                 open_engine=open_engine,
+                read_model=read_model,
                 observe=observe,
                 stop=stop,
             )
-    job = open_job(settings)
+    job = open_job(settings, read_model)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
     _create(directory)
@@ -216,8 +218,6 @@ def _measure(job: Job) -> Rates | None:
 
 
 def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
-    from jobrunner.engine.machine import device_memory_bytes
-
     size = job.settings.batching.max_batch_size
     return Stats(
         _totals(progress, job),
@@ -225,8 +225,16 @@ def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
         started_s=time.monotonic(),
         price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
         limits=None if rates is None else _machine_limits(job.model, rates),
-        device_memory=partial(device_memory_bytes, job.device),
+        device_memory=_device_memory(job.device),
     )
+
+
+def _device_memory(device: str) -> Callable[[], int | None]:
+    if device == "cpu":
+        return no_device_memory
+    from jobrunner.engine.machine import device_memory_bytes
+
+    return partial(device_memory_bytes, device)
 
 
 def _machine_limits(model: ModelInfo, rates: Rates) -> MachineLimits:

@@ -12,7 +12,7 @@ from types import FrameType
 
 from jobrunner.errors import ExitCode
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Stop:
@@ -61,14 +61,16 @@ class Stop:
         os.set_blocking(writer, False)
 
         def cut_off_after_grace() -> None:
-            while heard := os.read(reader, 1):
-                if heard[0] in SIGNALS and not finished.wait(grace_s):
+            while came := os.read(reader, 1):
+                if came[0] in SIGNALS and not finished.wait(grace_s):
                     _cut_off(grace_s)
 
         guard = threading.Thread(target=cut_off_after_grace, name="grace", daemon=True)
         guard.start()
         earlier_pipe = signal.set_wakeup_fd(writer)
-        before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+        # one that nohup made ignored stays so
+        heard = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, handle) for signum in heard}
         try:
             yield
         finally:

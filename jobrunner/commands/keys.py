@@ -17,6 +17,7 @@ TABLES_HELP = {
     "checkpoint": "how much work a kill may cost",
     "errors": "when error rows stop the job (exit 4, it can go on)",
     "progress": "what is shown and logged while the job runs",
+    "workers": "the processes that share the job on this machine",
 }
 
 KEYS: Mapping[str, Mapping[str, str]] = {
@@ -115,6 +116,11 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "style": '"auto" is rich on a terminal, else plain',
         "metrics": "write metrics.jsonl into the run directory",
     },
+    "workers": {
+        "engine": "what starts them",
+        "count": '"auto" is one for each GPU, or one on the CPU',
+        "devices": 'GPUs such as "0" or sets of cores such as "0-3", one for each worker',
+    },
 }
 
 EXAMPLES: Mapping[str, str] = {
@@ -139,6 +145,7 @@ EXAMPLES: Mapping[str, str] = {
     "generation.seed": "0",
     "batching.preferred_batch_size": "8",
     "errors.max_count": "100",
+    "workers.devices": '["0", "1"]',
 }
 # what every job has to say
 REQUIRED = ("input.path", "input.prompt", "output.path", "model.name")

@@ -1,0 +1,1 @@
+"""Start workers where there are devices, and nothing else."""
