@@ -52,6 +52,8 @@ log = logging.getLogger("cbjob")
 # tokenised rows that wait between the feed and the engine, beside the engine's own window
 WINDOW_ROWS = 256
 WINDOW_TOKENS = 1_000_000
+# how long a turn may last when there is nothing to do
+IDLE_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +158,8 @@ def _work(
         stats = _stats(job, progress, rates)
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, reader, stats, stop)
-        with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
-            for step in engine.run(_replayed(feed, job)):
+        with Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted) as feed:
+            for step in _turns(engine, feed, _replayed(Begun(feed, ledger), job)):
                 _finish(step.completions, job, ledger, limits)
                 _fail(feed.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
@@ -169,6 +171,8 @@ def _work(
                     ledger.checkpoint(engine.partials())
                     _count_others(stats, progress)
                 _tell_merged(ledger.tick())
+                if ledger.share(idle=feed.exhausted and step.waiting == 0):
+                    feed.drop_unwanted()
                 console.update(stats)
             _fail(feed.errors(), ledger, limits, stats)
         in_flight = engine.partials()
@@ -188,9 +192,44 @@ def _work(
     limits.raise_if_passed()
 
 
-def _replayed(feed: Feed, job: Job) -> Requests:
+def _turns(engine: Engine, feed: Feed, requests: Requests) -> Iterator[Step]:
+    """Let the engine go on until nothing can come any more, not only until nothing is there.
+
+    While other workers hold what is left, it need not wait for them to fill a batch.
+    """
+    while True:
+        yield from engine.run(requests)
+        if feed.ended:
+            return
+        # the caller commits what is finished, which may be the last that is left
+        yield Step()
+        feed.wait(IDLE_WAIT_S)
+
+
+class Begun:
+    """A feed that tells the ledger which rows go to the engine."""
+
+    def __init__(self, feed: Feed, ledger: Ledger) -> None:
+        self._feed = feed
+        self._ledger = ledger
+
+    @property
+    def exhausted(self) -> bool:
+        return self._feed.exhausted
+
+    def take(self, limit: int) -> Iterable[Request]:
+        taken = list(self._feed.take(limit))
+        if taken:
+            self._ledger.begin(request.id for request in taken)
+        return taken
+
+    def wait(self, timeout_s: float) -> None:
+        self._feed.wait(timeout_s)
+
+
+def _replayed(requests: Requests, job: Job) -> Requests:
     """Hold rows back until they arrive, where the input says when that is."""
-    return feed if job.settings.input.arrival is None else Arrivals(feed)
+    return requests if job.settings.input.arrival is None else Arrivals(requests)
 
 
 def _retry(directory: RunDirectory, job: Job, claims: Claims) -> int:
@@ -298,7 +337,11 @@ def _requests(
             continue
         stats.shard_started(assignment.span.shard)
         for rows in reader.read(assignment.span, skip=assignment.done):
-            yield job.prompts.encode(rows, assignment.partials)
+            mine = [row for row in rows if ledger.wanted(row.id)]
+            if not mine:
+                # the rest of the span was given away
+                break
+            yield job.prompts.encode(mine, assignment.partials)
 
 
 def _finish(

@@ -8,6 +8,8 @@
     .cbjob/retries/<shard>/      which rows of a finished shard run again
     .cbjob/tallies/<shard>/      what a result file says of itself that has no footer to say it in
     .cbjob/claims/               who works on what
+    .cbjob/cuts/<shard>/         where spans were cut to share them
+    .cbjob/idle/                 which workers have nothing to do
     .cbjob/status/               what each worker last said of itself
     .cbjob/input/                rows of a streamed dataset
     .cbjob/tmp/                  files being written
@@ -142,6 +144,13 @@ class RunDirectory:
 
     def parts(self, shard: str) -> Path:
         return self.state / "parts" / shard
+
+    def cuts(self, shard: str) -> Path:
+        return self.state / "cuts" / shard
+
+    @property
+    def idle(self) -> Path:
+        return self.state / "idle"
 
     def partials(self, shard: str) -> Path:
         return self.state / "partials" / shard

@@ -139,6 +139,7 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], 
         else:
             remove_replaced(run, shard)
     remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
+    remove([path for path in files_in(run.idle) if is_dead(path.name)])
     # what a worker said of itself is named like its temporary files
     remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
 
