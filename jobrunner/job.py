@@ -36,9 +36,11 @@ from jobrunner.data.results.parts import Results, Tally
 from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
+from jobrunner.data.suspects import Flight, Suspects, discard_dead_flights
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
+from jobrunner.guard import Guard
 from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
 from jobrunner.stop import Stop
@@ -111,7 +113,10 @@ def run(
     ):
         claims.sweep()
         clean_up(directory, job.input.shards, claims.is_dead)
+        suspects = Suspects(directory, identity)
         if retry_errors:
+            suspects.look()
+            suspects.forget()
             log.info("error rows that run again: %s", f"{_retry(directory, job, claims):,}")
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
@@ -129,10 +134,13 @@ def run(
                 merge=partial(_merge, job, directory, _provenance(job, fingerprint)),
                 check_input=partial(_check_input, job),
             )
-            _work(job, ledger, progress, console, stop, open_engine, observe)
+            flight = Flight(directory, identity)
+            _work(job, ledger, progress, console, stop, open_engine, observe, flight, suspects)
         if progress.complete:
             # what another worker wrote while this one merged
             clean_up(directory, job.input.shards, claims.is_dead)
+            discard_dead_flights(directory, claims.is_dead)
+            suspects.forget()
         return _sum_up(progress, directory)
 
 
@@ -144,6 +152,8 @@ def _work(
     stop: Stop,
     open_engine: OpenEngine,
     observe: Observe,
+    flight: Flight,
+    suspects: Suspects,
 ) -> None:
     """Claim, read, generate and commit until nothing is left or a stop is asked for."""
     settings = job.settings
@@ -157,11 +167,13 @@ def _work(
         engine = open_engine(job)
         stats = _stats(job, progress, rates)
         due = _Every(settings.checkpoint.every)
-        requests = _requests(job, ledger, reader, stats, stop)
-        with Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted) as feed:
-            for step in _turns(engine, feed, _replayed(Begun(feed, ledger), job)):
+        requests = _requests(job, ledger, suspects, reader, stats, stop)
+        with Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted) as feed, flight:
+            guard = Guard(feed, ledger, flight, suspects)
+            for step in _turns(engine, guard, _replayed(guard, job)):
+                guard.finish(step.completions)
                 _finish(step.completions, job, ledger, limits)
-                _fail(feed.errors(), ledger, limits, stats)
+                _fail(guard.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
                 observe(step)
                 if stop.requested or limits.passed:
@@ -174,9 +186,9 @@ def _work(
                 if ledger.share(idle=feed.exhausted and step.waiting == 0):
                     feed.drop_unwanted()
                 console.update(stats)
-            _fail(feed.errors(), ledger, limits, stats)
-        in_flight = engine.partials()
-        ledger.checkpoint(in_flight)
+            _fail(guard.errors(), ledger, limits, stats)
+            in_flight = engine.partials()
+            ledger.checkpoint(in_flight)
         if stop.requested:
             _tell_stopped(stop, progress, in_flight)
         elif not limits.passed:
@@ -192,39 +204,18 @@ def _work(
     limits.raise_if_passed()
 
 
-def _turns(engine: Engine, feed: Feed, requests: Requests) -> Iterator[Step]:
+def _turns(engine: Engine, guard: Guard, requests: Requests) -> Iterator[Step]:
     """Let the engine go on until nothing can come any more, not only until nothing is there.
 
     While other workers hold what is left, it need not wait for them to fill a batch.
     """
     while True:
         yield from engine.run(requests)
-        if feed.ended:
+        if guard.ended:
             return
         # the caller commits what is finished, which may be the last that is left
         yield Step()
-        feed.wait(IDLE_WAIT_S)
-
-
-class Begun:
-    """A feed that tells the ledger which rows go to the engine."""
-
-    def __init__(self, feed: Feed, ledger: Ledger) -> None:
-        self._feed = feed
-        self._ledger = ledger
-
-    @property
-    def exhausted(self) -> bool:
-        return self._feed.exhausted
-
-    def take(self, limit: int) -> Iterable[Request]:
-        taken = list(self._feed.take(limit))
-        if taken:
-            self._ledger.begin(request.id for request in taken)
-        return taken
-
-    def wait(self, timeout_s: float) -> None:
-        self._feed.wait(timeout_s)
+        guard.wait(IDLE_WAIT_S)
 
 
 def _replayed(requests: Requests, job: Job) -> Requests:
@@ -327,7 +318,7 @@ def _spelled(values: Mapping[str, object]) -> str:
 
 
 def _requests(
-    job: Job, ledger: Ledger, reader: Reader, stats: Stats, stop: Stop
+    job: Job, ledger: Ledger, suspects: Suspects, reader: Reader, stats: Stats, stop: Stop
 ) -> Iterator[list[Request | Completion]]:
     """Claim spans and turn their rows into requests; pulled by the feed's thread."""
     for assignment in ledger.assignments(stop.wait):
@@ -335,6 +326,8 @@ def _requests(
             # a chance for the feed to end while other workers hold what is left
             yield []
             continue
+        # what is taken over from a worker that died may be what it died of
+        suspects.look()
         stats.shard_started(assignment.span.shard)
         for rows in reader.read(assignment.span, skip=assignment.done):
             mine = [row for row in rows if ledger.wanted(row.id)]

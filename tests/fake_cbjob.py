@@ -1,7 +1,7 @@
 """`cbjob` with the fake model, for tests with processes of their own. Never imports torch.
 
 What the model does to its process is said in CBJOB_FAKE, as JSON: `step_s` a step takes, `killer`
-an index of a row, and `death` what happens when it is computed: the name of a signal, or "raise".
+an index of a row, or "start", and `death` what happens then: the name of a signal, or "raise".
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def read_fake_model(settings: Settings, folder: Path) -> Any:
 def open_fake_engine(job: Job) -> Engine:
     """An engine as the environment says."""
     said = json.loads(os.environ.get("CBJOB_FAKE", "{}"))
+    if said.get("killer") == "start":
+        _die("SIGSEGV")
 
     def before(plan: Plan) -> None:
         time.sleep(said.get("step_s", 0.0))

@@ -74,7 +74,8 @@ def test_two_workers_do_a_job_with_one_console_and_without_torch(world, referenc
     assert world.leftovers() == []
     assert said.count("generation: max_new_tokens 12") == 1
     assert said.count("finished: 150 of 150 rows, 150 of them in this run") == 1
-    assert len(list(world.directory.status.glob("*.json"))) == 2
+    log = (world.folder / "run/log.txt").read_text().splitlines()
+    assert len({line.split()[2] for line in log}) == 2
 
 
 def test_row_errors_give_exit_code_3_and_a_wrong_job_2(world):
@@ -146,3 +147,29 @@ def test_case_H_the_number_of_workers_changes_between_runs(world, reference):
     assert finish(start(world))[0] == ExitCode.OK
     assert world.results() == reference
     assert world.problems() == []
+
+
+@pytest.mark.parametrize("death", ["SIGSEGV", "raise"])
+def test_a_row_that_kills_its_worker_three_times_becomes_an_error_row(world, reference, death):
+    fake = {"killer": 83, "death": death}
+    options = (*TWO, "--progress", "plain", "--set", "checkpoint.part_rows=3")
+    code, said = finish(start(world, *options, fake=fake))
+    assert code == ExitCode.ROW_ERRORS, said
+    assert said.count("it starts again in") == 3, said
+    [wrong] = [row for rows in world.results().values() for row in rows if row["status"] != "ok"]
+    assert (wrong["row"], wrong["error_kind"]) == (83, "internal")
+    assert wrong["error"] == "row 83 of `a.parquet`: its worker died 3 times while it ran"
+    others = {s: [r for r in rows if r != wrong] for s, rows in world.results().items()}
+    expected = {s: [r for r in rows if r["id"] != wrong["id"]] for s, rows in reference.items()}
+    assert others == expected
+    assert world.problems() == []
+    assert world.leftovers() == []
+    # once its fault is mended it can be tried again
+    assert finish(start(world, "--retry-errors"))[0] == ExitCode.OK
+    assert world.results() == reference
+
+
+def test_a_worker_that_dies_by_itself_before_any_row_is_given_up_with_a_clear_error(world):
+    code, said = finish(start(world, *TWO, "--progress", "plain", fake={"killer": "start"}))
+    assert code == ExitCode.UNEXPECTED, said
+    assert "again and again without finishing a row" in said

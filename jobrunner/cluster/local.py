@@ -43,6 +43,7 @@ class Ended:
     """
 
     worker: int
+    pid: int
     code: int
     again_in_s: float | None = None
     crash_loop: bool = False
@@ -179,15 +180,15 @@ class Crew:
         process.stdin.close()
         if code in FINAL or self._stopping:
             worker.code = code if code in FINAL else ExitCode.RUN_AGAIN
-            return Ended(number, code)
+            return Ended(number, process.pid, code)
         worker.deaths += 1
         worker.deaths_at_start += not worker.begun
         if worker.deaths >= MOST_DEATHS or worker.deaths_at_start >= MOST_DEATHS_AT_START:
             worker.code = ExitCode.UNEXPECTED
-            return Ended(number, code, crash_loop=True)
+            return Ended(number, process.pid, code, crash_loop=True)
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (worker.deaths - 1))
         worker.start_at_s = self._clock() + pause_s
-        return Ended(number, code, pause_s)
+        return Ended(number, process.pid, code, pause_s)
 
     def _hear(self, number: int, stream: IO[str]) -> None:
         with stream:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jobrunner.cluster.local import Crew, Ended, worst
@@ -16,7 +17,9 @@ from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.total import Total
 from jobrunner.console.view import summary
+from jobrunner.data.layout import RunDirectory
 from jobrunner.data.results.result_files import result_suffix
+from jobrunner.data.suspects import note_crash
 from jobrunner.errors import ExitCode
 from jobrunner.stop import Stop
 
@@ -49,7 +52,8 @@ def run_workers(
 
     crew = Crew(places, command)
     with stop.on_signals(settings.checkpoint.grace + MORE_GRACE_S), _console(settings) as console:
-        shift = _Shift(crew, places, console)
+        directory = RunDirectory(settings.run_directory, worker="crew")
+        shift = _Shift(crew, places, console, directory)
         try:
             shift.work(stop, first_alone=retry_errors)
         except KeyboardInterrupt:
@@ -76,13 +80,17 @@ def _console(settings: Settings) -> Console:
 class _Shift:
     """The workers of one command from their start to their end, and what is shown of them."""
 
-    def __init__(self, crew: Crew, places: Sequence[Place], console: Console) -> None:
+    def __init__(
+        self, crew: Crew, places: Sequence[Place], console: Console, directory: RunDirectory
+    ) -> None:
+        self._directory = directory
         self._crew = crew
         self._places = places
         self._console = console
         self._total = Total()
         self._said: set[tuple[str, str]] = set()
         self._finished: dict[int, int] = {}
+        self._oom_kills = _oom_kills()
 
     def work(self, stop: Stop, *, first_alone: bool) -> None:
         """Start the workers and stay until all have ended; the first may have to begin alone."""
@@ -155,6 +163,10 @@ class _Shift:
         self._total.left(ended.worker)
         self._finished.pop(ended.worker, None)
         place = self._places[ended.worker].name
+        killed_elsewhere = ended.code == -signal.SIGKILL and _oom_kills() == self._oom_kills
+        self._oom_kills = _oom_kills()
+        if ended.code < 0 and not killed_elsewhere:
+            note_crash(self._directory, ended.pid)
         if ended.again_in_s is not None:
             log.warning(
                 "the worker on %s died (%s): it starts again in %g s",
@@ -172,6 +184,15 @@ class _Shift:
         elif ended.code in (ExitCode.USAGE, ExitCode.TOO_MANY_ERRORS):
             # it would be the same for the others
             self._crew.tell(signal.SIGTERM)
+
+
+def _oom_kills() -> int | None:
+    """How many processes the kernel has killed for want of memory; None where it does not say."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except FileNotFoundError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def _event(text: str) -> dict[str, Any] | None:

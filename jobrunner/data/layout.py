@@ -10,6 +10,8 @@
     .cbjob/claims/               who works on what
     .cbjob/cuts/<shard>/         where spans were cut to share them
     .cbjob/idle/                 which workers have nothing to do
+    .cbjob/flights/              which rows are in the engine of each worker
+    .cbjob/deaths/               which rows were in the engine of each worker that died
     .cbjob/status/               what each worker last said of itself
     .cbjob/input/                rows of a streamed dataset
     .cbjob/tmp/                  files being written
@@ -147,6 +149,14 @@ class RunDirectory:
 
     def cuts(self, shard: str) -> Path:
         return self.state / "cuts" / shard
+
+    @property
+    def flights(self) -> Path:
+        return self.state / "flights"
+
+    @property
+    def deaths(self) -> Path:
+        return self.state / "deaths"
 
     @property
     def idle(self) -> Path:

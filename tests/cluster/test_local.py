@@ -64,7 +64,8 @@ def test_a_worker_that_dies_is_started_again_until_it_ends_by_itself():
 @pytest.mark.parametrize("code", [2, 4, 74, 75, 130])
 def test_an_end_that_another_start_would_not_change_is_final(code):
     crew = crew_of(f"exit {code}")
-    assert work(crew, 1) == [Ended(0, code)]
+    [ended] = work(crew, 1)
+    assert ended == Ended(0, ended.pid, code)
     assert crew.codes == [code]
 
 
