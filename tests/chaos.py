@@ -25,6 +25,7 @@ from typing import Any
 from jobrunner import job as jobs
 from jobrunner.data import ledger, workers
 from jobrunner.data.claims import Claims
+from jobrunner.data.progress import Progress
 from jobrunner.errors import ExitCode, JobError
 from tests.fake_cbjob import read_fake_model
 from tests.world import World, fake_engine
@@ -76,8 +77,8 @@ class Campaign:
         self._reference = self._run_in_peace()
 
     def run(self, kills: int) -> Tally:
-        """Go on until so many workers were killed, and let the last round end."""
-        while self.tally.kills < kills:
+        """Go on until so many workers were killed, or something is wrong; end the last round."""
+        while self.tally.kills < kills and not self.tally.wrong:
             self._round(kills)
         return self.tally
 
@@ -106,7 +107,7 @@ class Campaign:
         running: dict[int, float] = {}
         deadline_s = time.monotonic() + PATIENCE_S
         tally.rounds += 1
-        done = False
+        done, rows_done = False, 0
         while not done or running:
             assert time.monotonic() < deadline_s, "a round does not come to its end"
             wanted = 0 if done else draw.randint(1, self._most_workers)
@@ -128,6 +129,7 @@ class Campaign:
                     del running[pid]
                     code = os.waitstatus_to_exitcode(ended[1])
                     self._count(code)
+                    rows_done = self._look_at_rows(rows_done)
                     done = done or code == ExitCode.OK
         self._check(world)
 
@@ -138,10 +140,19 @@ class Campaign:
         if code not in ENDS:
             self.tally.wrong.append(f"round {self.tally.rounds}: a worker ended with {code}")
 
+    def _look_at_rows(self, before: int) -> int:
+        """Count the rows that are committed: what once was stays so."""
+        rows_done = Progress(self._world.directory, SHARDS).rows_done
+        if rows_done < before:
+            self.tally.wrong.append(
+                f"round {self.tally.rounds}: {before} rows were committed, now {rows_done}"
+            )
+        return rows_done
+
     def _fate(self) -> tuple[str, Callable[[], None], float | None]:
         """What befalls the next worker: its kind, what arranges it, and when it is killed."""
         draw = self._draw
-        kind = draw.choice(["time", "file", "file", "file", "step", "fault", "stop", "input"])
+        kind = draw.choice("time file file file merge step fault stop input".split())
         place, after = 1 + int(draw.expovariate(1 / 60)), draw.random() < 0.5
         operation, fault = draw.choice(OPERATIONS), draw.choice(FAULTS)
         match kind:
@@ -149,6 +160,9 @@ class Campaign:
                 return kind, _nothing, draw.uniform(0.0, 0.6)
             case "file":
                 return kind, lambda: _at_operation(operation, place, after, _kill), None
+            case "merge":
+                place = draw.randint(1, len(SHARDS))
+                return kind, lambda: _at_operation("replace", place, after, _kill, "results"), None
             case "fault":
                 return kind, lambda: _at_operation(operation, place, after, _fail(fault)), None
             case "step":
@@ -264,12 +278,15 @@ def _at_step(place: int, act: Callable[[], None]) -> None:
     _on_step.append(here)
 
 
-def _at_operation(operation: str, place: int, after: bool, act: Callable[[], None]) -> None:
-    """Act before or after the n-th call of an operation on files."""
+def _at_operation(
+    operation: str, place: int, after: bool, act: Callable[[], None], folder: str = ""
+) -> None:
+    """Act before or after the n-th call of an operation on files, or on those in a folder."""
     real, places = getattr(os, operation), itertools.count(1)
 
     def hurt(*arguments: Any, **options: Any) -> Any:
-        here = next(places) == place
+        concerned = not folder or folder in Path(arguments[-1]).parts
+        here = concerned and next(places) == place
         if here and not after:
             act()
         result = real(*arguments, **options)
