@@ -140,6 +140,27 @@ def verify(job: Path, limit: int | None, overrides: tuple[str, ...]) -> int:
     return verify_command(job, limit=limit, overrides=overrides)
 
 
+@cli.command(short_help="Tell what this machine can do, and a model on it.")
+@click.option("--model", metavar="NAME", help="A folder, a hub id or demo, in the place of JOB.")
+@click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.argument("job", required=False, type=click.Path(path_type=Path))
+def doctor(job: Path | None, model: str | None, overrides: tuple[str, ...], as_json: bool) -> int:
+    """Measure this machine, try every kernel on it, and bound what a model can do here.
+
+    Which device, how many cores and threads; how fast each number format is; which kernels are
+    usable, why others are not, and whether they compute what a plain reference does; for JOB's
+    model, or the one named, what fits and the tokens/s that no engine can pass. No weights are
+    loaded.
+
+    Exit codes: 0 fine, 1 a kernel computes something else, 2 wrong settings or a model that
+    cannot run here.
+    """
+    from jobrunner.commands.doctor import doctor_command
+
+    return doctor_command(job, model=model, overrides=overrides, json=as_json)
+
+
 @cli.command(short_help="Measure JOB's rows with each policy on the real model.")
 @click.option("--set", "overrides", multiple=True, metavar="TABLE.KEY=VALUE", help=SET_HELP)
 @click.option(

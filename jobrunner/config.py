@@ -217,6 +217,7 @@ class ModelTable(Table):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    attention: Literal["auto", "kernels", "torch"] = "auto"
     max_model_len: Literal["auto"] | Annotated[int, Field(ge=2, le=MOST)] = "auto"
 
 
@@ -279,6 +280,15 @@ class BatchingTable(Table):
             )
         return self
 
+    @model_validator(mode="after")
+    def _who_is_gathered_may_wait(self) -> BatchingTable:
+        if self.preferred_batch_size is not None and self.max_queue_delay == 0:
+            raise ValueError(
+                f"`preferred_batch_size` {self.preferred_batch_size} gathers nobody while"
+                ' `max_queue_delay` is "0s": say how long rows may wait for each other, like "3s"'
+            )
+        return self
+
 
 class CheckpointTable(Table):
     every: Duration = 30.0
@@ -316,7 +326,7 @@ class WorkersTable(Table):
 
 
 NOT_YET: dict[str, frozenset[str]] = {
-    "model": frozenset({"attention", "allow_unsafe_weights"}),
+    "model": frozenset({"allow_unsafe_weights"}),
     "batching": frozenset("max_step".split()),
     "slurm": frozenset({"partition", "account", "gres", "time", "lines"}),
 }

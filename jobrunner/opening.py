@@ -135,6 +135,7 @@ def load(job: Job) -> LoadedEngine:
         device=model.device,
         threads=model.threads,
         max_model_len=model.max_model_len,
+        attention=model.attention,
         max_batch_size=batching.max_batch_size,
         token_budget=batching.token_budget,
         chunk_size=batching.chunk_size,

@@ -175,8 +175,9 @@ class Step:
     `tokens_computed` includes `tokens_padded` (computed for nothing) and
     `tokens_recomputed` (lost to a preemption and computed again). `tokens_cached` came from
     the prefix cache. `context_tokens` sums over its sequences how many tokens each already
-    had in KV memory. `swapped_blocks` were copied to host memory or back, which took `swap_s`,
-    part of `forward_s`. `duplicates` of the completions are the answers of equal requests. An idle
+    had in KV memory, `attended_tokens` over its prompt tokens how many each attends to: itself and
+    all before it. `swapped_blocks` were copied to host memory or back, which took `swap_s`, part of
+    `forward_s`. `duplicates` of the completions are the answers of equal requests. An idle
     step computes nothing: the engine waited for requests.
     """
 
@@ -189,6 +190,7 @@ class Step:
     tokens_recomputed: int = 0
     tokens_cached: int = 0
     context_tokens: int = 0
+    attended_tokens: int = 0
     batch_size: int = 0
     running: int = 0
     waiting: int = 0

@@ -1,6 +1,8 @@
 """`cbjob compare`: the same rows in several ways, each at its best, and nothing is written."""
 
+import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from jobrunner.commands.compare_runs import (
 )
 from jobrunner.commands.compare_texts import Texts, compare_texts, plainly_greedy
 from jobrunner.commands.compare_view import as_json, lines, show
+from jobrunner.console.stats import BandLatency
 from jobrunner.engine.scheduler import Limits
 from jobrunner.errors import ConfigError
 from jobrunner.opening import open_job
@@ -421,6 +424,21 @@ def test_answers_that_differ_are_said_below_the_table():
     assert lines(comparison_of(near))[-1] == (
         "answers: 1 are not those of static; 1 part at a near tie (gap of logits up to 0.1)"
     )
+
+
+def test_the_table_tells_latencies_by_priority():
+    comparison = comparison_of()
+    run = comparison.results[0].run
+    bands = (BandLatency(0, 1, 0.5, 0.5, 0.75), BandLatency(2, 1, 4.0, 4.0, 5.0))
+    snapshot = replace(run.snapshot, latency_by_priority=bands)
+    static = replace(comparison.results[0], runs=[replace(run, snapshot=snapshot)])
+    several = replace(comparison, results=[static, comparison.results[1]])
+    stream = io.StringIO()
+    show(several, stream)
+    assert re.search(r"of priority 0, p99 s +0.75 +-", stream.getvalue())
+    assert re.search(r"of priority 2, p50 s +4 +-", stream.getvalue())
+    found = as_json(several)["contenders"][0]["latency_by_priority"]
+    assert [(band["priority"], band["p99_s"]) for band in found] == [(0, 0.75), (2, 5.0)]
 
 
 def test_all_numbers_are_in_the_json():

@@ -131,6 +131,7 @@ def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
     [
         ('[output]\npath = "r"\nformat = "jsonl"\ncompression = "snappy"', "is for Parquet"),
         ("[generation]\nstop_on_repetition = 2", "must be 0 (off) or at least 3"),
+        ("[batching]\npreferred_batch_size = 8", "how long rows may wait for each other"),
         ("[generation]\nmin_new_tokens = 9\nmax_new_tokens = 8", "is over `max_new_tokens` 8"),
         ('[input]\nprompt = "p"\npath = "a"\ndataset = "b"', "`path` or as `dataset`, not both"),
         ('[input]\nprompt = "p"\npath = "a"\ntemplate = "t"', "must name one of `prompt`"),

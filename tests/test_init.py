@@ -42,6 +42,8 @@ def test_every_key_stands_in_the_template_with_its_default(tmp_path, table, key)
         document["input"].pop("prompt")
     if key == "dataset":
         document["input"].pop("path")
+    if key == "preferred_batch_size":
+        document["batching"] = {"max_queue_delay": "1s"}
     if key in ("split", "streaming"):
         document["input"] = {"dataset": "d", "prompt": "p"}
     text = "\n".join(

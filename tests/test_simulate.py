@@ -6,8 +6,12 @@ import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from pathlib import Path
+from random import Random
 
 import pytest
 from click.testing import CliRunner
@@ -78,12 +82,13 @@ def test_arrivals_are_answered_sooner_continuously():
 
 def test_a_bigger_batch_is_not_always_faster():
     eight, _, most = page("A bigger batch")
-    assert eight["output_tokens_per_s"] > 1.3 * most["output_tokens_per_s"]
+    assert most["elapsed_s"] == pytest.approx(2 * eight["elapsed_s"], rel=0.1)
 
 
 def test_a_shorter_queue_delay_can_cost_throughput():
     long, _, short = page("A shorter queue delay")
-    assert long["rows_done"] > short["rows_done"]
+    assert (long["rows_done"], short["rows_done"]) == (19, 15)
+    assert short["queue_mean_s"] > 3 * long["queue_mean_s"]
 
 
 def test_preempted_is_not_lost():
@@ -115,6 +120,7 @@ def test_redeciding_every_step_is_not_free():
     every, some, seldom = page("Re-deciding")
     assert some["both_kinds_share"] < every["both_kinds_share"]
     assert some["latency_mean_s"] < min(every["latency_mean_s"], seldom["latency_mean_s"])
+    assert every["elapsed_s"] < some["elapsed_s"] < seldom["elapsed_s"]
 
 
 def test_settings_age_when_lengths_change():
@@ -130,6 +136,19 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch):
     for line in commands(PAGE):
         assert all(simulation["rows_done"] for simulation in simulated(line)), line
     assert (tmp_path / "slots.svg").exists()
+
+
+def test_latencies_are_told_by_priority(tmp_path):
+    # one slot and steps of a second: the rows of priority 0 take 1 and 2 s, the others wait
+    (tmp_path / "trace.csv").write_text("prompt,output,priority\n1,1,0\n1,1,1\n1,1,0\n1,1,1\n")
+    words = ["--trace", str(tmp_path / "trace.csv"), "--set", "cost.step_s=1"]
+    words += [*("--set", "batching.max_batch_size=1"), "--variant", "policy=continuous"]
+    words += ["--set", "trace.prompt=prompt", "--set", "trace.output=output"]
+    bands = numbers(*words)["continuous"]["latency_by_priority"]
+    assert [(band["priority"], band["samples"]) for band in bands] == [(0, 2), (1, 2)]
+    found = [band[name] for band in bands for name in ("p50_s", "p99_s")]
+    assert found == pytest.approx([1.0, 2.0, 3.0, 4.0], rel=0.05)
+    assert re.search(r"of priority 1, p99 s +4", run(*words))
 
 
 def test_without_a_sweep_the_three_policies_are_compared():
@@ -270,6 +289,82 @@ def test_a_fit_finds_what_the_steps_of_a_run_cost(tmp_path):
     found = fit_cost(metrics(tmp_path / "m.jsonl", COST, STEPS))
     for name in ("step_s", "prefill_token_s", "decode_s", "context_token_s"):
         assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=1e-4)
+
+
+def on_a_clock(
+    path: Path, steps: list[Step], every_s: float, slowness: Callable[[], float]
+) -> list[Step]:
+    """The metrics of steps that are slower at times, a line whenever so many seconds are over.
+
+    Returns the steps with the times that they took.
+    """
+    stats = Stats(Totals(1), slots=16, started_s=0.0)
+    lines, taken, now_s, due_s = [], [], 0.0, every_s
+    for step in steps:
+        taken.append(replace(step, step_s=step.step_s * slowness()))
+        now_s += taken[-1].step_s
+        stats.observe(taken[-1], now_s)
+        if now_s >= due_s:
+            due_s = now_s + every_s
+            lines.append(json.dumps(metrics_line(stats.snapshot(now_s))))
+    lines.append(json.dumps(metrics_line(stats.snapshot(now_s))))
+    path.write_text("\n".join(lines) + "\n")
+    return taken
+
+
+def test_a_fit_to_a_noisy_machine_tells_the_time_that_all_steps_took(tmp_path):
+    draws = Random(0)
+    cost = StepCost(0.03, 0.001, 0.001, 1e-6)
+    steps = []
+    for _ in range(2000):
+        prefill, decodes = draws.choice((0, 0, 90)), draws.randint(1, 16)
+        steps.append(
+            Step(
+                prefill_tokens=prefill,
+                decode_tokens=decodes,
+                context_tokens=100 * decodes,
+                tokens_computed=prefill + decodes,
+                batch_size=decodes,
+                step_s=cost.seconds(prefill, decodes, 100 * decodes),
+            )
+        )
+    # others take the processor for a while now and then
+    slowness = cycle([1.0] * 40 + [3.0] * 25)
+    taken = on_a_clock(tmp_path / "m.jsonl", steps, 0.5, lambda: next(slowness))
+    found = fit_cost(tmp_path / "m.jsonl")
+    predicted_s = sum(
+        found.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
+        for step in taken
+    )
+    assert predicted_s == pytest.approx(sum(step.step_s for step in taken), rel=0.01)
+
+
+def test_attending_and_swapping_have_costs_of_their_own(tmp_path):
+    stats, lines = Stats(Totals(1), slots=4, started_s=0.0), []
+    for prefill, attended, decodes, swapped in (
+        (10, 55, 0, 0),
+        (10, 955, 1, 4),
+        (50, 1275, 2, 0),
+        (0, 0, 7, 2),
+        (0, 0, 3, 0),
+    ):
+        step = Step(
+            prefill_tokens=prefill,
+            attended_tokens=attended,
+            decode_tokens=decodes,
+            tokens_computed=prefill + decodes,
+            batch_size=1,
+            swapped_blocks=swapped,
+            swap_s=swapped * 0.5,
+            step_s=1.0 + 0.02 * prefill + 0.003 * attended + 0.1 * decodes + swapped * 0.5,
+        )
+        stats.observe(step, 0.0)
+        lines.append(json.dumps(metrics_line(stats.snapshot(0.0))))
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
+    found = fit_cost(tmp_path / "m.jsonl")
+    assert (found.step_s, found.prefill_token_s) == pytest.approx((1.0, 0.02))
+    assert (found.decode_s, found.attended_token_s) == pytest.approx((0.1, 0.003))
+    assert found.swapped_block_s == pytest.approx(0.5)
 
 
 def test_a_run_that_went_on_later_is_fitted_too(tmp_path):

@@ -32,18 +32,16 @@ def open_bench(job: Job, batch_size: int, requests: Sequence[Request]) -> Bench:
 
 
 def _place(job: Job, batch_size: int) -> PlacedModel:
-    import torch
-
-    from jobrunner.engine.loading import place_model, prove_model
+    from jobrunner.engine.loading import place_model, prove_model, use_threads
 
     model, batching = job.settings.model, job.settings.batching
-    if model.threads != "auto":
-        torch.set_num_threads(model.threads)
+    use_threads(model.threads)
     proven = prove_model(
         job.model_folder,
         dtype=model.dtype,
         device=model.device,
         max_model_len=model.max_model_len,
+        attention=model.attention,
         block_size=batching.block_size,
     )
     return place_model(

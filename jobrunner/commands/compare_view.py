@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jobrunner.commands.compare_runs import GENERATE, Result, Run
 from jobrunner.commands.compare_texts import Texts
-from jobrunner.commands.figures import number, share
+from jobrunner.commands.figures import latency_lines, number, share
 from jobrunner.console.stats import Snapshot
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOT_OF_GENERATE = frozenset(
     "fused_fraction kv_use kv_use_peak prefill_time_s decode_time_s overhead_mean_s"
     " speed_up parallel_fraction speed_up_ceiling recompute_s swap_overhead_s"
-    " context_tokens waiting_mean queue_wait_estimate_s".split()
+    " context_tokens attended_tokens waiting_mean queue_wait_estimate_s".split()
 )
 # what is over when everything has run
 _MOMENTARY = frozenset(
@@ -219,6 +219,7 @@ _LINES: dict[str, Said] = {
 # of no use where nothing of it occurred
 _IF_ANY = ("preemptions", "tokens computed again", "swap overhead, s", "cost per row")
 _COMPARED = {"output tokens/s": "output_tokens_per_s", "row latency, p99": "latency_p99_s"}
+_BEFORE_PRIORITIES = "row latency, p99 s"
 _NOTHING = ("-", "0", "0.0%")
 
 
@@ -227,10 +228,14 @@ def _table(comparison: Comparison) -> Table:
     table.add_column("", no_wrap=True)
     for result in comparison.results:
         table.add_column(result.contender.name.replace(", ", ",\n"), justify="right")
+    by_priority = latency_lines([result.run.snapshot for result in comparison.results])
     for label, said in _LINES.items():
         values = [said(result) for result in comparison.results]
         if label not in _IF_ANY or any(value not in _NOTHING for value in values):
             table.add_row(label, *values)
+        if label == _BEFORE_PRIORITIES:
+            for more, numbers in by_priority.items():
+                table.add_row(more, *numbers)
     base = _base(comparison)
     compared = [ratios(result, base) for result in comparison.results]
     table.add_section()

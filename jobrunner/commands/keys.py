@@ -62,6 +62,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "dtype": "of weights, activations and KV",
         "device": '"auto" takes a GPU where there is one',
         "threads": "threads of a forward pass on a CPU",
+        "attention": "kernels: compiled for the CPU; torch: anywhere; auto: what is faster",
         "max_model_len": "the most tokens of prompt and output; auto: what the model can",
     },
     "generation": {
@@ -98,8 +99,9 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "swap_memory": "host memory for rows that gave way",
         "not_preemptible": "priorities whose rows never give way",
         "starvation_limit": "a row that has waited for so long goes before all priorities",
-        "preferred_batch_size": "gather so many rows before they start, dynamic or continuous",
-        "max_queue_delay": "but let no row wait for longer than this to be gathered",
+        "preferred_batch_size": "gather so many rows before they start, dynamic or continuous: "
+        "needs max_queue_delay",
+        "max_queue_delay": "let no row wait for longer than this to be gathered",
         "schedule_every": "steps between decisions about the batch size",
     },
     "checkpoint": {

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from jobrunner.console.least_squares import LeastSquares
+import numpy as np
+
+from jobrunner.console.least_squares import LeastSquares, Vector
 from jobrunner.errors import ConfigError
 from jobrunner.simulate.cost import StepCost
 
-# what the lines of metrics count, and what one of each costs; a fit drops the last ones first
+# what the lines of metrics count, and what one of each costs
 _COUNTED = {
     "steps": "step_s",
     "prefill_tokens": "prefill_token_s",
     "decode_tokens": "decode_s",
     "context_tokens": "context_token_s",
+    "attended_tokens": "attended_token_s",
 }
-_SECONDS = "busy_s"
+_SECONDS, _SWAP_SECONDS, _SWAPPED = "busy_s", "swap_s", "swapped_blocks"
+_NAMES = (*_COUNTED, _SECONDS, _SWAP_SECONDS, _SWAPPED)
 _NO_FIT_HINT = "run the job with progress.metrics = true and a shorter progress.every"
+
+# of the fit: weights settle within so many rounds, no interval counts for less than such a share of
+# the longest, errors below those are of arithmetic
+_ROUNDS = 8
+_EXACT = 1e-12
+_TINY = 1e-12
+_LEAST_SHARE = 1e-3
 
 Counts = Mapping[str, float]
 
@@ -27,35 +40,109 @@ Counts = Mapping[str, float]
 def fit_cost(path: Path) -> StepCost:
     """Fit what a step costs to the intervals between the lines of a metrics file.
 
-    Seconds of the intervals are explained by their steps, prefill tokens, decodes and tokens of
-    context, no cost below 0. What never happened, or always in the same proportion as the rest,
-    costs 0. Raises ConfigError where the file says too little.
+    Seconds of the intervals are explained by their steps, prefill tokens, decodes, tokens of
+    context and tokens attended to, no cost below 0. What never happened, or always in the same
+    proportion as the rest, costs 0; so does what explains no more than chance would: a workload
+    of short prompts cannot tell what long ones cost. A swapped block costs what it took on the
+    average. Raises ConfigError where the file says too little.
     """
     intervals = list(_intervals(path))
-    for kinds in _choices(intervals):
-        fit = LeastSquares(len(kinds))
-        for counts in intervals:
-            fit.add(tuple(counts[kind] for kind in kinds), counts[_SECONDS])
-        coefficients = fit.solve()
-        if coefficients is not None:
-            costs = zip(kinds, coefficients.tolist(), strict=True)
-            return StepCost(**{_COUNTED[kind]: cost for kind, cost in costs})
-    raise ConfigError(
-        f"`{path}` does not tell what a step costs: {len(intervals):,} intervals with steps",
-        hint=_NO_FIT_HINT,
+    kinds = [kind for kind in _COUNTED if any(counts[kind] for counts in intervals)]
+    counted = np.array([[counts[kind] for kind in kinds] for counts in intervals])
+    seconds = np.array([_computing_s(counts) for counts in intervals])
+    costs = _fit(counted, seconds) if intervals else None
+    if costs is None:
+        raise ConfigError(
+            f"`{path}` does not tell what a step costs: {len(intervals):,} intervals with steps",
+            hint=_NO_FIT_HINT,
+        )
+    return StepCost(
+        **{_COUNTED[kind]: cost for kind, cost in zip(kinds, costs.tolist(), strict=True)},
+        swapped_block_s=_swapped_block_s(intervals),
     )
 
 
-def _choices(intervals: Sequence[Counts]) -> Iterator[tuple[str, ...]]:
-    """What may be told apart, most first: with fewer intervals than costs nothing can."""
-    happened = [kind for kind in _COUNTED if any(counts[kind] for counts in intervals)]
-    for count in range(min(len(happened), len(intervals)), 0, -1):
-        yield from combinations(happened, count)
+def _fit(counted: Vector, seconds: Vector) -> Vector | None:
+    """The cost of each column, None if nothing can be told.
+
+    Of all choices of columns the one with the least n ln(error) + columns ln(n) (Schwarz), the
+    error being weighted by what the fullest of them makes of the intervals.
+    """
+    found = [each for chosen in _choices(counted) if (each := _fit_some(chosen, counted, seconds))]
+    if not found:
+        return None
+    intervals, _ = counted.shape
+    fullest = max(found, key=lambda each: each.columns)
+    weights = _weights(counted @ fullest.costs)
+    # below this there is nothing left to explain
+    least = _EXACT * float(weights @ seconds**2)
+
+    def criterion(fit: _Fit) -> float:
+        error = max(least, _TINY, float(weights @ (seconds - counted @ fit.costs) ** 2))
+        return float(intervals * math.log(error) + fit.columns * math.log(intervals))
+
+    return min(found, key=criterion).costs
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """What each column costs, and how many of them were left to find."""
+
+    costs: Vector
+    columns: int
+
+
+def _fit_some(chosen: Sequence[int], counted: Vector, seconds: Vector) -> _Fit | None:
+    """Fit some columns, the others cost nothing; None while the intervals leave them open.
+
+    A machine that is busy with something else makes steps slower by a factor, so errors count by
+    what an interval should take. Lines come on a clock: a slow interval has fewer steps, of all
+    kinds, and counting seconds instead would take that for cheap steps. In the end all costs
+    are scaled so that they tell the time that all intervals took together.
+    """
+    costs = np.zeros(counted.shape[1])
+    expected = seconds
+    for _ in range(_ROUNDS):
+        weights = np.sqrt(_weights(expected))
+        fit = LeastSquares(len(chosen))
+        for row, weight, took_s in zip(counted[:, chosen], weights, seconds, strict=True):
+            fit.add(tuple(weight * row), weight * took_s)
+        coefficients = fit.solve()
+        if coefficients is None:
+            return None
+        costs[list(chosen)] = coefficients
+        expected = counted @ costs
+        if not expected.any():
+            break
+        costs *= seconds.sum() / expected.sum()
+    return _Fit(costs, len(chosen))
+
+
+def _weights(expected_s: Vector) -> Vector:
+    """1 / seconds², so that errors are relative."""
+    least_s = max(_TINY, _LEAST_SHARE * float(expected_s.max()))
+    return np.maximum(expected_s, least_s) ** -2.0
+
+
+def _choices(counted: Vector) -> Iterator[tuple[int, ...]]:
+    """The columns that may be told apart: with fewer intervals than costs nothing can."""
+    intervals, columns = counted.shape
+    for count in range(1, min(columns, intervals) + 1):
+        yield from combinations(range(columns), count)
+
+
+def _computing_s(counts: Counts) -> float:
+    return counts[_SECONDS] - counts[_SWAP_SECONDS]
+
+
+def _swapped_block_s(intervals: Sequence[Counts]) -> float:
+    blocks = sum(counts[_SWAPPED] for counts in intervals)
+    return sum(counts[_SWAP_SECONDS] for counts in intervals) / blocks if blocks else 0.0
 
 
 def _intervals(path: Path) -> Iterator[Counts]:
     """What was counted from line to line; a run that went on later counts from 0 again."""
-    before = dict.fromkeys([*_COUNTED, _SECONDS], 0.0)
+    before = dict.fromkeys(_NAMES, 0.0)
     for number, line in enumerate(_lines(path), 1):
         counts = _counts(path, number, line)
         if counts["steps"] < before["steps"]:
@@ -78,7 +165,7 @@ def _lines(path: Path) -> list[str]:
 def _counts(path: Path, number: int, line: str) -> dict[str, float]:
     try:
         said = json.loads(line)
-        return {name: float(said[name]) for name in (*_COUNTED, _SECONDS)}
+        return {name: float(said[name]) for name in _NAMES}
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"line {number:,} of the metrics `{path}` cannot be used: {error!r}", hint=_NO_FIT_HINT

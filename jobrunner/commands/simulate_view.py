@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jobrunner.commands.figures import number, share
+from jobrunner.commands.figures import latency_lines, number, share
 from jobrunner.simulate.building import Basis
 from jobrunner.simulate.timeline import legend, text
 
@@ -34,6 +34,8 @@ _SHORT = {
     "row latency, mean s": "latency, mean s",
     "row latency, p99 s": "p99 s",
 }
+
+_BEFORE_PRIORITIES = "row latency, p99 s"
 
 Said = Callable[["Outcome"], str]
 
@@ -148,8 +150,12 @@ def _wide(outcomes: Sequence[Outcome]) -> Table:
     table.add_column("", no_wrap=True)
     for outcome in outcomes:
         table.add_column(_heading(outcome.name), justify="right", overflow="fold")
+    by_priority = latency_lines([outcome.snapshot for outcome in outcomes])
     for label, said in _LINES.items():
         values = [said(outcome) for outcome in outcomes]
         if any(value not in ("-", "0", "0.0%") for value in values):
             table.add_row(label, *values)
+        if label == _BEFORE_PRIORITIES:
+            for more, numbers in by_priority.items():
+                table.add_row(more, *numbers)
     return table

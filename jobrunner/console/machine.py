@@ -35,3 +35,22 @@ class MachineLimits:
         flops = self.flops_per_token * tokens + self.flops_per_output_token * step.output_tokens
         read_bytes = self.weight_bytes + self.kv_bytes_per_token * step.context_tokens
         return max(flops / self.gemm_flops_per_s, read_bytes / self.read_bytes_per_s)
+
+    def most_prefill_tokens_per_s(self, tokens: int) -> float:
+        """The rate that prompts cannot be read faster than, in steps of so many tokens T:
+        T / max(T · flops_per_token / gemm rate, weight_bytes / read rate).
+        """
+        return tokens / self.least_s(Step(tokens_computed=tokens))
+
+    def most_decode_tokens_per_s(self, batch_size: int, context: int) -> float:
+        """The rate that output tokens cannot be made faster than, with B sequences of so many
+        tokens S each: B / max(B · (flops_per_token + flops_per_output_token) / gemm rate,
+        (weight_bytes + B · S · kv_bytes_per_token) / read rate).
+        """
+        return batch_size / self.least_s(
+            Step(
+                tokens_computed=batch_size,
+                output_tokens=batch_size,
+                context_tokens=batch_size * context,
+            )
+        )

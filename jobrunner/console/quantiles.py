@@ -30,6 +30,10 @@ class Quantiles:
         self._sum_s += seconds
         self._largest_s = max(self._largest_s, seconds)
 
+    @property
+    def count(self) -> int:
+        return self._count
+
     def mean(self) -> float | None:
         """The exact mean, None without durations."""
         return self._sum_s / self._count if self._count else None

@@ -16,6 +16,8 @@ from jobrunner.console.rows import Errors, OpenRows
 from jobrunner.records import Completion, RowError, RowId, Step
 
 RECENT_S = 30.0
+_PERCENTILES = (50, 95, 99)
+MOST_BANDS = 32
 _SAMPLE_EVERY_S = 1.0  # so the recent window holds some thirty samples, however fast the steps
 
 
@@ -28,6 +30,17 @@ class Totals:
     errors_before: int = 0
     shards: int = 0
     shards_done_before: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BandLatency:
+    """Percentiles of queue + prefill + decode over the `samples` of one band of priorities."""
+
+    priority: int
+    samples: int
+    p50_s: float | None
+    p95_s: float | None
+    p99_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +141,13 @@ class Snapshot:
     preemptions: int
     tokens_computed: int
     #: of them tokens of prompts, computed again or not, and those after them; and Σ over steps of
-    #: the tokens that the step's sequences already had in KV memory: with busy_s and steps,
-    #: what the cost of a step is fitted to
+    #: the tokens that the step's sequences already had in KV memory, and over prompt tokens of
+    #: the tokens that each attends to: with busy_s, swap_s and steps, what the cost of a step is
+    #: fitted to
     prefill_tokens: int
     decode_tokens: int
     context_tokens: int
+    attended_tokens: int
     #: tokens lost to a preemption and computed again
     tokens_recomputed: int
     #: prompt tokens taken from the prefix cache instead of being computed
@@ -170,6 +185,9 @@ class Snapshot:
     latency_p50_s: float | None
     latency_p95_s: float | None
     latency_p99_s: float | None
+    #: the same by priority, 0 first; empty while all rows are of one band. The first MOST_BANDS
+    #: that are seen are told apart, rows of further ones count above alone
+    latency_by_priority: tuple[BandLatency, ...]
     #: the longest time between two tokens of one sample
     longest_gap_s: float
 
@@ -260,6 +278,7 @@ class Stats:
         self._prefill_tokens = 0
         self._decode_tokens = 0
         self._context_tokens = 0
+        self._attended_tokens = 0
         self._tokens_padded = 0
         self._tokens_recomputed = 0
         self._tokens_cached = 0
@@ -278,6 +297,7 @@ class Stats:
         self._prefill = Quantiles()
         self._decode = Quantiles()
         self._latency = Quantiles()
+        self._bands: dict[int, Quantiles] = {}
         self._longest_gap_s = 0.0
         self._finish_reasons: Counter[str | None] = Counter()
         self._samples = deque([_Sample(started_s, 0, 0)])
@@ -290,6 +310,7 @@ class Stats:
         self._prefill_tokens += step.prefill_tokens
         self._decode_tokens += step.decode_tokens
         self._context_tokens += step.context_tokens
+        self._attended_tokens += step.attended_tokens
         self._tokens_padded += step.tokens_padded
         self._tokens_recomputed += step.tokens_recomputed
         self._tokens_cached += step.tokens_cached
@@ -434,6 +455,7 @@ class Stats:
             "prefill_tokens": self._prefill_tokens,
             "decode_tokens": self._decode_tokens,
             "context_tokens": self._context_tokens,
+            "attended_tokens": self._attended_tokens,
             "tokens_recomputed": self._tokens_recomputed,
             "tokens_cached": self._tokens_cached,
             "peak_memory_bytes": self._peak_memory(),
@@ -454,6 +476,7 @@ class Stats:
             **_percentiles("decode", self._decode),
             "overhead_mean_s": _product(in_engine_s, None if fused is None else 1.0 - fused),
             **_percentiles("latency", self._latency),
+            "latency_by_priority": self._by_priority(),
             "longest_gap_s": self._longest_gap_s,
         }
 
@@ -508,8 +531,25 @@ class Stats:
         self._queue.add(completion.queue_s)
         self._prefill.add(completion.prefill_s)
         self._decode.add(completion.decode_s)
-        self._latency.add(completion.queue_s + completion.prefill_s + completion.decode_s)
+        latency_s = completion.queue_s + completion.prefill_s + completion.decode_s
+        self._latency.add(latency_s)
+        self._count_in_band(completion, latency_s)
         self._longest_gap_s = max(self._longest_gap_s, completion.longest_gap_s)
+
+    def _count_in_band(self, completion: Completion, latency_s: float) -> None:
+        priority = 0 if completion.request is None else completion.request.priority
+        if priority not in self._bands and len(self._bands) < MOST_BANDS:
+            self._bands[priority] = Quantiles()
+        if priority in self._bands:
+            self._bands[priority].add(latency_s)
+
+    def _by_priority(self) -> tuple[BandLatency, ...]:
+        if len(self._bands) < 2:
+            return ()
+        return tuple(
+            BandLatency(band, found.count, *(found.at(p / 100) for p in _PERCENTILES))
+            for band, found in sorted(self._bands.items())
+        )
 
     def _eta_s(self, rows_left: int, total_tokens_per_s: float) -> float | None:
         if rows_left == 0:
@@ -549,7 +589,7 @@ def _rate(count: float, seconds: float) -> float:
 
 
 def _percentiles(name: str, durations: Quantiles) -> dict[str, float | None]:
-    return {f"{name}_p{p}_s": durations.at(p / 100) for p in (50, 95, 99)}
+    return {f"{name}_p{p}_s": durations.at(p / 100) for p in _PERCENTILES}
 
 
 # what is not known makes unknown what is computed from it

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobrunner.console.printable import printable
-from jobrunner.console.stats import Snapshot
+from jobrunner.console.stats import BandLatency, Snapshot
 
 _SHARD_CELLS = 72  # fits beside its label on 80 columns
 _LOOK = (
@@ -112,6 +112,7 @@ def summary(
         f"{_rate(snapshot.total_tokens_per_s)} total tokens/s, "
         f"{_rate(snapshot.rows_per_s)} rows/s (this run)",
     ]
+    lines += [f"  latency  {_band(band)} (this run)" for band in snapshot.latency_by_priority]
     if snapshot.cost is not None:
         lines.append(
             f"  cost     {_cost(snapshot.cost)}, "
@@ -157,6 +158,16 @@ def _error_lines(snapshot: Snapshot) -> list[str]:
         for kind, messages in snapshot.error_examples.items()
         for message in messages
     ]
+
+
+def _band(band: BandLatency) -> str:
+    percentiles = (("p50", band.p50_s), ("p95", band.p95_s), ("p99", band.p99_s))
+    said = ", ".join(f"{name} {_seconds(value)} s" for name, value in percentiles)
+    return f"priority {band.priority:,}: {said}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3g}"
 
 
 def _endings(snapshot: Snapshot) -> str:

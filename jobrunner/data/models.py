@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobrunner.errors import ConfigError, InfrastructureError, JobError, ModelError
+from jobrunner.user_cache import user_cache_folder
 
 DEMO_NAME = "demo"
 DEMO_FOLDER_NAME = "smollm2-135m-instruct"
@@ -35,10 +36,7 @@ _PIECE_BYTES = 64 * 2**10
 
 def demo_model_folder() -> Path:
     """Where `scripts/demo_model` puts the demo model, there or not."""
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    # a relative XDG_CACHE_HOME is invalid and has to be ignored (XDG base directory specification)
-    root = Path(cache) if Path(cache).is_absolute() else Path.home() / ".cache"
-    return root / "cbjob" / "models" / DEMO_FOLDER_NAME
+    return user_cache_folder() / "models" / DEMO_FOLDER_NAME
 
 
 def missing_demo_files(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.forecast import Forecast, Slots
+from jobrunner.engine.pace import Pace
 from jobrunner.engine.prediction import LengthPredictor
 from jobrunner.engine.sequence import Sequence
 
@@ -82,19 +83,25 @@ class AdmissionAhead(Admission):
     sequences are preempted. An empty engine always admits.
     """
 
-    def __init__(self, predictor: LengthPredictor, block_size: int, reserve: Reserve) -> None:
+    def __init__(
+        self, predictor: LengthPredictor, block_size: int, reserve: Reserve, pace: Pace
+    ) -> None:
         self._predictor = predictor
         self._reserve = reserve
+        self._pace = pace
         self._forecast = Forecast(block_size)
         # of each running sequence: prompt length, the bounds of its output, its place among all
         self._known = Slots(4)
         self._until_correction = _CORRECTION_STEPS
 
     def fits(self, sequence: Sequence, need: Need, running: int, blocks: Blocks) -> bool:
-        if blocks.free < need.private:
+        # a block for each that runs, as without any foresight
+        if not super().fits(sequence, need, running, blocks):
             return False
         if running == 0:
             return True
+        if not self._pace.may_start:
+            return False
         peak = self._forecast.peak(
             blocks.used,
             sequence.length,
@@ -104,6 +111,7 @@ class AdmissionAhead(Admission):
         return peak <= blocks.count * (1.0 - self._reserve.share)
 
     def next_step(self, lengths: Callable[[], Numbers]) -> None:
+        self._pace.next_step()
         self._forecast.next_step()
         self._reserve.next_step()
         self._until_correction -= 1
@@ -115,6 +123,7 @@ class AdmissionAhead(Admission):
         remaining = self._predictor.draw_remaining(sequence)
         self._known.add(sequence.prompt_length, *sequence.length_bounds, sequence.place)
         self._forecast.enter(sequence.length, remaining, shared)
+        self._pace.started()
 
     def left(self, slot: int) -> None:
         self._known.remove(slot)
@@ -125,6 +134,7 @@ class AdmissionAhead(Admission):
 
     def observe(self, sequence: Sequence) -> None:
         self._predictor.observe(sequence)
+        self._pace.observe(sequence.prompt_length, sequence.output_length)
 
     def _correct(self, tokens: Numbers) -> None:
         prompts, least, most, places = (self._known.column(index) for index in range(4))

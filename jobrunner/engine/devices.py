@@ -17,7 +17,9 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_CPUINFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 
 
 def resolve_device(device: str) -> str:
@@ -56,13 +58,31 @@ def resolve_dtype(dtype: str, device: str, config: PretrainedConfig) -> str:
     return chosen
 
 
-def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def cpu_has_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
     """Whether bfloat16 is fast on this processor, not merely emulated."""
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() or not cpuinfo.exists():
-        return False
-    lines = cpuinfo.read_text().splitlines()
+    supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return supported and not _BF16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def cpu_has_float16(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether float16 is fast on this processor, not merely emulated."""
+    supported = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return supported and not _FP16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def is_native(dtype: str, device: str) -> bool:
+    """Whether a device computes in this number format, not merely stores it."""
+    if device.startswith("cuda"):
+        # since Ampere; before, bfloat16 is emulated
+        return dtype != "bfloat16" or torch.cuda.get_device_capability() >= (8, 0)
+    native = {"float32": True, "bfloat16": cpu_has_bfloat16(), "float16": cpu_has_float16()}
+    return native[dtype]
+
+
+def _cpu_flags(cpuinfo: Path) -> list[str]:
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
-    return not _BF16_FLAGS.isdisjoint(flags.split())
+    return flags.split()
 
 
 def _checkpoint_dtype(config: PretrainedConfig) -> tuple[str, str]:

@@ -228,6 +228,7 @@ class Engine:
             tokens_recomputed=plan.tokens_recomputed,
             tokens_cached=plan.tokens_cached,
             context_tokens=plan.context_tokens,
+            attended_tokens=plan.attended_tokens,
             batch_size=len(plan) - discarded,
             running=running,
             waiting=self._scheduler.waiting,

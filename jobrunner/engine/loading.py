@@ -17,12 +17,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine.attention.hook import attach
-from jobrunner.engine.attention.torch_paged import TorchPagedAttention
+from jobrunner.engine.attention.choice import MakeAttention, Wanted, choose_attention
+from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.fused import make_fast
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
@@ -33,7 +35,7 @@ from jobrunner.engine.memory import (
 )
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
-from jobrunner.engine.proof import prove
+from jobrunner.engine.proof import leave, prove
 from jobrunner.engine.runner import TransformersRunner
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
@@ -88,11 +90,15 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class ProvenModel:
-    """A model whose weights are loaded, and the attention calls of each of its passes."""
+    """A model whose weights are loaded, and the attention calls of each of its passes.
+
+    `make_attention` is what it was proved with.
+    """
 
     info: ModelInfo
     model: torch.nn.Module
     calls: Sequence[AttentionCall]
+    make_attention: MakeAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class PlacedModel:
 
     info: ModelInfo
     model: torch.nn.Module
-    attention: TorchPagedAttention
+    attention: Attention
     pool: KvPool
     host_blocks: int
     kv_bytes_per_token: int
@@ -204,16 +210,27 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     return model.eval().requires_grad_(False).to(device)
 
 
+def use_threads(threads: AutoInt) -> None:
+    """Compute on so many threads of the CPU, by default on the cores that this process may use."""
+    if threads == "auto":
+        # torch knows of the cores it is bound to, not of quotas and Slurm
+        threads = min(torch.get_num_threads(), allowed_cores())
+    torch.set_num_threads(threads)
+
+
 def prove_model(
     folder: Path,
     *,
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     block_size: int = 16,
+    fast: bool = True,
 ) -> ProvenModel:
     """Load the model and show that it computes on our attention what it does on its own.
 
+    `fast` replaces what there are faster parts for on this device; else only attention is ours.
     Raises ModelError where the model cannot run here.
     """
     info = read_model_info(
@@ -221,8 +238,10 @@ def prove_model(
     )
     model = load_model(folder, info.dtype, info.device)
     freeze_positions(model, info.max_model_len)
-    calls = prove(model, TorchPagedAttention, block_size, info.max_model_len)
-    return ProvenModel(info, model, calls)
+    make_attention = choose_attention(attention, info.device, model.dtype)
+    improve = make_fast if fast else leave
+    calls = prove(model, make_attention, block_size, info.max_model_len, improve)
+    return ProvenModel(info, model, calls, make_attention)
 
 
 def open_engine(
@@ -233,6 +252,7 @@ def open_engine(
     device: str = "auto",
     threads: AutoInt = "auto",
     max_model_len: AutoInt | None = "auto",
+    attention: Wanted = "auto",
     max_batch_size: AutoInt = "auto",
     token_budget: AutoInt = "auto",
     chunk_size: AutoInt = "auto",
@@ -249,10 +269,14 @@ def open_engine(
     Without `ahead` a row is admitted if it fits now, whatever comes.
     Raises ModelError where the model cannot run here.
     """
-    if threads != "auto":
-        torch.set_num_threads(threads)
+    use_threads(threads)
     proven = prove_model(
-        folder, dtype=dtype, device=device, max_model_len=max_model_len, block_size=block_size
+        folder,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        attention=attention,
+        block_size=block_size,
     )
     info = proven.info
     rules = scheduling or BatchingTable()
@@ -306,7 +330,7 @@ def place_model(
     )
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
     pool = KvPool(proven.calls, block_count, block_size, model.dtype, model.device, host_blocks)
-    attention = TorchPagedAttention(pool, model.device)
+    attention = proven.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
     log.info(

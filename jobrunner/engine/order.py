@@ -115,18 +115,21 @@ class InputOrder(Sorted):
 
 
 class PrefixOrder:
-    """Rows with equal leading blocks start together.
+    """Rows with equal leading blocks start together; else who comes first starts first.
 
-    Sorted by the digests of their blocks, rows stand in the order of a walk through the tree of
-    prefixes, at every depth. The walk goes on where it stands when rows come, and begins again
+    Rows stand in the order of a walk through the tree of prefixes, whose branches are in the
+    order in which they came. The walk goes on where it stands when rows come, and begins again
     at its end, so that no row is passed over for longer than a round.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+        self._branches = _Branches()
         self._ahead = Line()
         self._behind = Line()
-        self._place = b""
+        self._place: tuple[int, ...] = ()
+        # blocks of the row that started last: who has them too is to be next
+        self._started: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._ahead) + len(self._behind)
@@ -136,24 +139,54 @@ class PrefixOrder:
         yield from self._behind
 
     def add(self, sequence: Sequence) -> None:
-        place = self._place_of(sequence)
+        place = self._branches.enter(self._digests(sequence))
         line = self._ahead if place >= self._place else self._behind
         line.add(sequence, place)
 
     def first(self) -> Sequence | None:
         if not self._ahead:
             self._ahead, self._behind = self._behind, self._ahead
-            self._place = b""
+            self._place = ()
         return self._ahead.first()
 
     def remove(self, sequence: Sequence) -> None:
+        gone = self._digests(sequence)
         if sequence is self._ahead.first():
             self._place = self._ahead.key(sequence)
+            gone, self._started = self._started, gone
         (self._ahead if sequence in self._ahead else self._behind).remove(sequence)
+        self._branches.leave(gone)
 
-    def _place_of(self, sequence: Sequence) -> bytes:
+    def _digests(self, sequence: Sequence) -> list[bytes]:
         count = min(_MOST_BLOCKS, sequence.prompt_length // self._block_size)
-        return b"".join(sequence.chain(count, self._block_size))
+        return sequence.chain(count, self._block_size)
+
+
+class _Branches:
+    """Numbers for the blocks of waiting rows, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        # the number, and how many rows that wait have the block
+        self._known: dict[bytes, list[int]] = {}
+        self._next = 0
+
+    def enter(self, digests: list[bytes]) -> tuple[int, ...]:
+        """Return the numbers of the blocks of one more row."""
+        for digest in digests:
+            branch = self._known.get(digest)
+            if branch is None:
+                branch = self._known[digest] = [self._next, 0]
+                self._next += 1
+            branch[1] += 1
+        return tuple(self._known[digest][0] for digest in digests)
+
+    def leave(self, digests: list[bytes]) -> None:
+        """Forget the blocks that no other row has."""
+        for digest in digests:
+            branch = self._known[digest]
+            branch[1] -= 1
+            if not branch[1]:
+                del self._known[digest]
 
 
 class AutoOrder:
@@ -176,7 +209,9 @@ class AutoOrder:
         self._long = Line()
         self._prompt_heavy = PrefixOrder(block_size)
         self._output_heavy = PrefixOrder(block_size)
-        self._side: dict[Sequence, PrefixOrder] = {}
+        # and the output that was expected when they came: what is expected later has changed for
+        # all of them, and measures none against the others
+        self._side: dict[Sequence, tuple[PrefixOrder, float]] = {}
         # of all rows
         self._rows = 0
         self._steps = 0.0
@@ -205,7 +240,7 @@ class AutoOrder:
         self._outputs += output
         heavy = prompt * self._outputs > output * self._prompts
         side = self._prompt_heavy if heavy else self._output_heavy
-        self._side[sequence] = side
+        self._side[sequence] = side, output
         side.add(sequence)
 
     def first(self) -> Sequence | None:
@@ -219,9 +254,10 @@ class AutoOrder:
         if sequence in self._long:
             self._long.remove(sequence)
             return
-        self._side.pop(sequence).remove(sequence)
+        side, output = self._side.pop(sequence)
+        side.remove(sequence)
         # the prompt that goes with so much output on the average
-        usual = self._output(sequence) * self._prompts / self._outputs
+        usual = output * self._prompts / self._outputs
         ahead = self._prompts_ahead + sequence.prompt_length - usual
         # one side alone must not run up a debt that the other pays back later
         most = _MOST_AHEAD * self._prompts / self._rows

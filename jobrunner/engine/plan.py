@@ -122,6 +122,14 @@ class Plan:
         return int(self.decodes.starts.sum()) + sum(chunk.start for chunk in self.prefills)
 
     @property
+    def attended_tokens(self) -> int:
+        """Sum over the prompt tokens of it how many tokens each of them attends to."""
+        return sum(
+            (chunk.stop * (chunk.stop + 1) - chunk.start * (chunk.start + 1)) // 2
+            for chunk in self.prefills
+        )
+
+    @property
     def tokens_recomputed(self) -> int:
         # what a decode computes is new: only a prefill goes over what was lost
         return sum(

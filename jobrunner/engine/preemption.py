@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -81,6 +81,7 @@ class Preemption:
     what it holds alone; of equal ones the one with most work left, then the one that shares
     least, then the newest. A lower band goes first, and none of `protected` bands while there is
     another way to go on: then the newest of them goes. Whoever was preempted often goes last.
+    Whom the starvation limit has `lifted` over all bands gives way to none of them.
     """
 
     def __init__(
@@ -91,12 +92,14 @@ class Preemption:
         costs: Costs | None = None,
         predictor: LengthPredictor | None = None,
         protected: Collection[int] = (),
+        lifted: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
         self.host = host or HostBlocks()
         self.costs = costs or Costs()
         self._mode = mode
         self._predictor = predictor
         self._protected = frozenset(protected)
+        self._lifted = lifted
 
     def choose(self, running: Seq[Sequence], blocks: Blocks) -> Sequence:
         """Return who gives back its blocks so that the others can go on."""
@@ -115,6 +118,7 @@ class Preemption:
             if sequence.request.priority > band
             and not self._is_protected(sequence)
             and not _worn(sequence)
+            and not self._lifted(sequence)
         ]
 
     def swaps(self, sequence: Sequence, blocks: Blocks) -> bool:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from jobrunner.engine.attention.hook import Attention, Piece, Singles, UnservedError, attach
+from jobrunner.engine.attention.choice import MakeAttention
+from jobrunner.engine.attention.hook import Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
 from jobrunner.engine.kv import AttentionCall, KvPool
 from jobrunner.engine.runner import Packed, TransformersRunner
@@ -24,8 +25,6 @@ _TOLERANCE = {torch.float32: 0.01, torch.float16: 0.1, torch.bfloat16: 0.25}
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 _SEED = 20240229
 _LONG, _SHORT = 13, 6
-
-MakeAttention = Callable[[KvPool, torch.device], Attention]
 
 
 class _Turn(NamedTuple):
@@ -44,18 +43,28 @@ _PASSES = (
 )
 
 
+def leave(model: torch.nn.Module) -> None:
+    """Change nothing."""
+
+
 def prove(
-    model: torch.nn.Module, make_attention: MakeAttention, block_size: int, max_model_len: int
+    model: torch.nn.Module,
+    make_attention: MakeAttention,
+    block_size: int,
+    max_model_len: int,
+    improve: Callable[[torch.nn.Module], None] = leave,
 ) -> list[AttentionCall]:
     """Return the attention calls of one pass, after showing that ours computes the same logits.
 
-    The model must come with eager attention; it leaves with ours. Raises ModelError where it
+    The model must come with eager attention; it leaves with ours, and with what `improve` changes
+    in place, which is under the same proof. Raises ModelError where it
     does not take our attention, attends elsewhere too, or computes something else with ours.
     """
     device, dtype = model.device, model.dtype
     sequences = _test_sequences(model.config.get_text_config().vocab_size)
     try:
         expected = [_eager_logits(model, tokens, device) for tokens in sequences]
+        improve(model)
         calls = record_calls(model, device, max_model_len)
         check_calls(model.config, calls)
         check_reach(model.config, calls, max_model_len)
@@ -106,14 +115,14 @@ def _paged_logits(
             np.array(tokens),
             np.array(positions),
             Singles(
-                np.array(tables),
+                np.array(tables, np.int32),
                 np.array([turn.sequence for turn in single], np.int64),
                 np.array([turn.stop for turn in single], np.int64),
             ),
             [Piece(turn.start, turn.stop, tables[turn.sequence]) for turn in turns[len(single) :]],
             np.arange(len(tokens)),
         )
-        logits_TV = runner.logits(packed)
+        logits_TV = runner.logits(packed).float()
         lengths = [turn.stop - turn.start for turn in turns]
         for turn, part_TV in zip(turns, logits_TV.split(lengths), strict=True):
             rows[turn.sequence].append(part_TV)

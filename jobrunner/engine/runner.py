@@ -18,7 +18,7 @@ from jobrunner.engine.attention.hook import Attention, Piece, Singles
 from jobrunner.engine.kv import KvPool
 from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
 from jobrunner.engine.plan import Drawn, Plan
-from jobrunner.engine.sampler import sample, sample_on_device
+from jobrunner.engine.sampler import likeliest, sample_on_device
 from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
 
@@ -110,8 +110,9 @@ class TransformersRunner:
                 return Drawn(copy_s=copy_s)
             started = time.perf_counter()
             logits_BV = self.logits(pack(plan))[: len(draws)]
-            _check_finite(_finite(logits_BV), plan)
-            tokens = sample(logits_BV, draws)
+            likeliest_B = likeliest(logits_BV)
+            _check_finite(finite(logits_BV, likeliest_B), plan)
+            tokens: list[int] = sample_on_device(logits_BV, draws, likeliest_B).tolist()
             logprobs = token_logprobs(logits_BV, tokens, wanted)
             return Drawn(tokens, logprobs, copy_s, time.perf_counter() - started)
 
@@ -125,21 +126,22 @@ class TransformersRunner:
             if not len(plan):
                 return Launched(plan, copy_s, begun, begun)
             logits_BV = self.logits(pack(plan))[: len(draws)]
+            likeliest_B = likeliest(logits_BV)
             # logits that are not finite may lead past the vocabulary, and stop all before they tell
             most = logits_BV.shape[1] - 1
-            self._drawn_B = sample_on_device(logits_BV, draws).clamp(max=most)
+            self._drawn_B = sample_on_device(logits_BV, draws, likeliest_B).clamp(max=most)
             return Launched(
                 plan,
                 copy_s,
                 begun,
                 tokens=self._drawn_B.to("cpu", non_blocking=True),
-                finite=_finite(logits_BV).to("cpu", non_blocking=True),
+                finite=finite(logits_BV, likeliest_B).to("cpu", non_blocking=True),
                 looked=[some.to_host() for some in look(logits_BV, self._drawn_B, wanted)],
                 done=_Moment(self._device),
             )
 
     def logits(self, packed: Packed) -> torch.Tensor:
-        """Compute a packed row; return the logits of its `logit_rows` in float32, `[B, V]`.
+        """Compute a packed row; return the logits of its `logit_rows`, `[B, V]`, in its own dtype.
 
         Where none are wanted there is one row all the same, of the first token.
         """
@@ -152,7 +154,7 @@ class TransformersRunner:
                 use_cache=False,
                 logits_to_keep=rows,
             ).logits
-            return logits_1BV[0].float()
+            return logits_1BV[0]
 
     def _copy(self, copies: Sequence[Copy]) -> float:
         """Swap blocks in the order of the plan; return the seconds that this took."""
@@ -237,8 +239,9 @@ def _device_failures() -> Iterator[None]:
         ) from error
 
 
-def _finite(logits_BV: torch.Tensor) -> torch.Tensor:
-    return logits_BV.amax(dim=-1).isfinite()
+def finite(logits_BV: torch.Tensor, likeliest_B: torch.Tensor) -> torch.Tensor:
+    """Whether each row has no NaN and no +inf: one would be the likeliest."""
+    return logits_BV.gather(1, likeliest_B.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _check_finite(finite_B: torch.Tensor, plan: Plan) -> None:

@@ -19,6 +19,8 @@ from jobrunner.records import Sampling
 _FIRST_LOOK = 512
 # rows drawn at once: bounds the float64 copies of the logits
 _ROWS_AT_ONCE = 32
+# logits that are searched for the place of their maximum
+_WINDOW = 256
 
 
 def uniform(draw_key: bytes, position: int) -> float:
@@ -29,11 +31,13 @@ def uniform(draw_key: bytes, position: int) -> float:
 
 def sample(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """Draw the token of each row, as `sample_on_device` does."""
-    tokens: list[int] = sample_on_device(logits_BV, draws).tolist()
+    tokens: list[int] = sample_on_device(logits_BV, draws, likeliest(logits_BV)).tolist()
     return tokens
 
 
-def sample_on_device(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
+def sample_on_device(
+    logits_BV: torch.Tensor, draws: Sequence[Draw | None], likeliest_B: torch.Tensor
+) -> torch.Tensor:
     """Draw the token of each row: the likeliest at temperature 0, else by its keyed draw; `[B]`.
 
     None stands for the likeliest without any rule, and costs nothing but that.
@@ -44,22 +48,41 @@ def sample_on_device(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> t
     frequency penalties, which it lacks, are those of OpenAI's API. The logits given stay as they
     are.
     """
-    tokens_B = logits_BV.argmax(dim=-1)
     ruled = [(row, draw) for row, draw in enumerate(draws) if draw is not None and draw.ruled]
+    tokens_B = likeliest_B.clone() if ruled else likeliest_B
     drawn = [(row, draw) for row, draw in ruled if draw.sampling.temperature > 0]
     greedy = [(row, draw) for row, draw in ruled if draw.sampling.temperature == 0]
-    for choose, rows in ((_likeliest, greedy), (_draw, drawn)):
+    for choose, rows in ((_most, greedy), (_draw, drawn)):
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             numbers, some = zip(*rows[first : first + _ROWS_AT_ONCE], strict=True)
             rows_S = torch.tensor(numbers, device=logits_BV.device)
-            logits_SV = logits_BV[rows_S]
+            logits_SV = logits_BV[rows_S].float()
             penalise(logits_SV, some)
             forbid_ends(logits_SV, some)
             tokens_B[rows_S] = choose(logits_SV, some)
     return tokens_B
 
 
-def _likeliest(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
+    """Return the argmax of each row, `[B]`; of equal ones the first, of a row with NaN that one.
+
+    A wider type holds every number of a narrow one: this is the argmax in float32 too.
+    """
+    width = logits_BV.shape[1]
+    if logits_BV.device.type != "cpu" or width < 2 * _WINDOW:
+        return logits_BV.argmax(dim=-1)
+    # a CPU finds the maximum many times faster than its place: look for that in one window
+    whole = width - width % _WINDOW
+    most_BN = logits_BV[:, :whole].unflatten(1, (-1, _WINDOW)).amax(dim=-1)
+    if whole < width:
+        most_BN = torch.cat([most_BN, logits_BV[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
+    # the last window overlaps the one before, which would have been taken for an equal logit
+    start_B = (most_BN.float().argmax(dim=-1) * _WINDOW).clamp(max=width - _WINDOW)
+    places_BN = start_B.unsqueeze(1) + torch.arange(_WINDOW)
+    return start_B + logits_BV.gather(1, places_BN).float().argmax(dim=-1)
+
+
+def _most(logits_SV: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     return logits_SV.argmax(dim=-1)
 
 

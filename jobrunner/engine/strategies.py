@@ -6,6 +6,7 @@ from jobrunner.config import BatchingTable
 from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.order import order_named
+from jobrunner.engine.pace import Pace
 from jobrunner.engine.policies import policy_named
 from jobrunner.engine.prediction import LengthPredictor
 from jobrunner.engine.preemption import Costs, Preemption
@@ -34,9 +35,24 @@ def make_scheduler(
     sequence is admitted if it fits now, whatever comes.
     """
     predictor = LengthPredictor()
+    waiting = Waiting(
+        order_named(
+            batching.order,
+            # where nothing is shared, equal prefixes need not stand together
+            block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
+            chunk_size=limits.chunk_size,
+            predictor=predictor,
+        ),
+        starvation_limit_s=batching.starvation_limit,
+    )
     admission = Admission()
     if ahead:
-        admission = AdmissionAhead(predictor, blocks.block_size, Reserve(batching.reserve))
+        admission = AdmissionAhead(
+            predictor,
+            blocks.block_size,
+            Reserve(batching.reserve),
+            Pace(blocks.capacity, limits.max_batch_size, lambda: waiting.new),
+        )
     return Scheduler(
         blocks,
         limits,
@@ -46,16 +62,7 @@ def make_scheduler(
             preferred_batch_size=batching.preferred_batch_size,
             max_queue_delay_s=batching.max_queue_delay,
         ),
-        waiting=Waiting(
-            order_named(
-                batching.order,
-                # where nothing is shared, equal prefixes need not stand together
-                block_size=blocks.block_size if blocks.prefix_cache else _NO_BLOCK,
-                chunk_size=limits.chunk_size,
-                predictor=predictor,
-            ),
-            starvation_limit_s=batching.starvation_limit,
-        ),
+        waiting=waiting,
         admission=admission,
         preemption=Preemption(
             batching.preemption,
@@ -63,5 +70,6 @@ def make_scheduler(
             costs=costs,
             predictor=predictor,
             protected=batching.not_preemptible,
+            lifted=waiting.lifted,
         ),
     )

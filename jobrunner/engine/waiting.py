@@ -38,6 +38,8 @@ class Waiting:
         self._by_age = Line()
         self._new_by_age = Line()
         self._gone = 0
+        # of those it was asked at
+        self._latest = -math.inf
 
     def __len__(self) -> int:
         return len(self._by_age)
@@ -81,6 +83,7 @@ class Waiting:
 
         Without `new` only those who return are looked at.
         """
+        self._latest = now
         if not new:
             return self._returning.first()
         if self.starving(now):
@@ -96,6 +99,10 @@ class Waiting:
     def overdue(self, sequence: Sequence, now: float) -> bool:
         """Whether a sequence has been in the window for longer than the starvation limit."""
         return now - sequence.arrived_at > self._starvation_limit_s
+
+    def lifted(self, sequence: Sequence) -> bool:
+        """Whether a sequence, waiting or running, was overdue when the next one was last asked."""
+        return self.overdue(sequence, self._latest)
 
     def starving(self, now: float) -> bool:
         """Whether somebody has been in the window for longer than the starvation limit."""

@@ -91,6 +91,7 @@ def _arrivals(table: RowsTable, rate: float, seed: int) -> takewhile[float]:
 def machine_of(simulation: Simulation, basis: Basis, rows: list[TraceRow]) -> Machine:
     """Fill in what the settings leave open. Raises ConfigError."""
     limits = _limits(simulation.batching, basis.profile)
+    longest_output = max(row.output for row in rows)
     longest = max(row.prompt + row.output for row in rows)
     # each row begins a block of its own; twice that never keeps anyone out
     wanted = 2 * limits.max_batch_size * (longest + simulation.batching.block_size)
@@ -102,7 +103,8 @@ def machine_of(simulation: Simulation, basis: Basis, rows: list[TraceRow]) -> Ma
         host_blocks=_host_blocks(simulation, basis.profile, kv_blocks),
         prediction=simulation.simulation.prediction,
         batching=simulation.batching,
-        max_new_tokens=simulation.rows.max_new_tokens or max(row.output for row in rows),
+        max_new_tokens=simulation.rows.max_new_tokens or longest_output,
+        known_lengths=simulation.rows.known_lengths,
         workers=simulation.simulation.workers,
         shared_prefix=simulation.rows.shared_prefix,
     )

@@ -11,6 +11,7 @@ class StepCost:
     """Seconds of a step: linear in what it computes, and a part that every step has.
 
     `context_token_s` is for each token that a sequence of the step already has in KV memory,
+    `attended_token_s` for each that a prompt token attends to (a prompt of L has L (L + 1) / 2),
     `swapped_block_s` for each block that goes to host memory or comes back, `prefill_step_s` for
     a step that has prompts at all: it runs without what is prepared for decodes alone.
     """
@@ -21,8 +22,11 @@ class StepCost:
     context_token_s: float = 0.0
     swapped_block_s: float = 0.0
     prefill_step_s: float = 0.0
+    attended_token_s: float = 0.0
 
-    def seconds(self, prefill_tokens: int, decodes: int, context_tokens: int) -> float:
+    def seconds(
+        self, prefill_tokens: int, decodes: int, context_tokens: int, attended_tokens: int = 0
+    ) -> float:
         """Seconds of one step with so many tokens; a padded place of a batch is a decode."""
         return (
             self.step_s
@@ -30,6 +34,7 @@ class StepCost:
             + self.prefill_token_s * prefill_tokens
             + self.decode_s * decodes
             + self.context_token_s * context_tokens
+            + self.attended_token_s * attended_tokens
         )
 
 

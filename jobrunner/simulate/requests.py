@@ -31,8 +31,9 @@ class VirtualClock:
 class VirtualRequests:
     """The requests of one worker: prompts without meaning, of the right lengths.
 
-    Its rows stand at `places` of `rows`. The first `shared_prefix` tokens of all prompts are the
-    same, whatever follows differs.
+    Its rows stand at `places` of `rows`. With `max_new_tokens` nobody knows before when a row
+    ends; without, each has its length as its limit and no token that could end it earlier. The
+    first `shared_prefix` tokens of all prompts are the same, whatever follows differs.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class VirtualRequests:
         rows: Sequence[TraceRow],
         places: range,
         clock: VirtualClock,
-        max_new_tokens: int,
+        max_new_tokens: int | None,
         shared_prefix: int,
     ) -> None:
         self._rows = rows
         self._places = places
         self._clock = clock
-        self._sampling = Sampling(max_new_tokens, stop_ids=frozenset({END}))
+        self._sampling: Sampling | None = None
+        if max_new_tokens is not None:
+            self._sampling = Sampling(max_new_tokens, stop_ids=frozenset({END}))
         self._shared_prefix = shared_prefix
         self._taken = 0
 
@@ -73,7 +76,7 @@ class VirtualRequests:
         return Request(
             RowId("trace", place),
             prompt,
-            self._sampling,
+            self._sampling or Sampling(row.output),
             priority=row.priority,
             arrival_s=row.arrival_s,
         )

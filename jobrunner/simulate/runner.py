@@ -54,7 +54,10 @@ class VirtualRunner:
         self.padded = self._staying()
         copy_s = self._cost.swapped_block_s * plan.swapped_blocks
         compute_s = self._cost.seconds(
-            plan.prefill_tokens, len(plan.decodes) + self.padded, plan.context_tokens
+            plan.prefill_tokens,
+            len(plan.decodes) + self.padded,
+            plan.context_tokens,
+            plan.attended_tokens,
         )
         self._clock.advance(copy_s + compute_s)
         if self._slots is not None:

@@ -59,7 +59,8 @@ Seconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 class RowsTable(Table):
     """Rows that are drawn where there is no trace, and when rows arrive, drawn or not.
 
-    `prompt` and `output` are lengths: "20", "5..50" or "lognormal:MEDIAN,P99[,MOST]".
+    `prompt` and `output` are lengths: "20", "5..50" or "lognormal:MEDIAN,P99[,MOST]". With
+    `known_lengths` the scheduler knows each output's, as where rows have `ignore_eos`.
     """
 
     count: Positive | None = None
@@ -68,6 +69,7 @@ class RowsTable(Table):
     arrivals: Annotated[str, AfterValidator(_arrivals)] = "none"
     arriving_for: Duration | None = None
     max_new_tokens: Positive | None = None
+    known_lengths: bool = False
     shared_prefix: Annotated[int, Field(ge=0, le=MOST)] = 0
 
     @property
@@ -104,6 +106,7 @@ class CostTable(Table):
     context_token_s: Seconds | None = None
     swapped_block_s: Seconds | None = None
     prefill_step_s: Seconds | None = None
+    attended_token_s: Seconds | None = None
     kv_tokens: Positive | None = None
     kv_bytes_per_token: Positive | None = None
 

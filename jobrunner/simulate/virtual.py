@@ -38,6 +38,7 @@ class Machine:
     kv_blocks: int
     batching: BatchingTable
     max_new_tokens: int
+    known_lengths: bool = False
     workers: int = 1
     shared_prefix: int = 0
     host_blocks: int = 0
@@ -111,7 +112,7 @@ class _Worker:
             rows,
             range(self.number, len(rows), machine.workers),
             self._clock,
-            machine.max_new_tokens,
+            None if machine.known_lengths else machine.max_new_tokens,
             machine.shared_prefix,
         )
         if not rows or rows[-1].arrival_s == 0.0:

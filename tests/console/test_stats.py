@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import (
+    MOST_BANDS,
     RECENT_S,
     Snapshot,
     Stats,
@@ -238,6 +239,44 @@ def test_latency_is_split_and_error_rows_do_not_enter_it() -> None:
     assert (found.queue_mean_s, found.queue_p50_s, found.queue_p99_s) == (1.0, 1.0, 1.0)
     assert (found.prefill_p50_s, found.decode_p95_s, found.latency_p50_s) == (2.0, 3.0, 6.0)
     assert found.longest_gap_s == 0.5
+
+
+def ended_after(latency_s: float, priority: int) -> Completion:
+    row = RowId("a", 0)
+    request = Request(row, [1], Sampling(1), priority=priority)
+    return Completion(
+        row, [1], "length", queue_s=latency_s - 1.0, prefill_s=0.75, decode_s=0.25, request=request
+    )
+
+
+def test_latencies_are_told_by_priority_where_there_are_several() -> None:
+    stats = fresh()
+    # of 1, 2 .. 100 s the 50th, 95th and 99th; the bands come mixed, the lower one first
+    rows = [row for s in range(1, 101) for row in (ended_after(s + 500.0, 3), ended_after(s, 0))]
+    stats.observe(Step(completions=rows, batch_size=4), 1.0)
+    high, low = stats.snapshot(1.0).latency_by_priority
+    assert (high.priority, high.samples, low.priority, low.samples) == (0, 100, 3, 100)
+    for band, offset_s in ((high, 0.0), (low, 500.0)):
+        for found, exact in ((band.p50_s, 50.0), (band.p95_s, 95.0), (band.p99_s, 99.0)):
+            assert found is not None
+            assert exact + offset_s <= found <= 1.05 * (exact + offset_s)
+
+
+def test_latencies_of_one_band_are_not_told_twice() -> None:
+    stats = fresh()
+    stats.observe(Step(completions=[ended_after(2.0, 7)] * 3, batch_size=3), 1.0)
+    assert stats.snapshot(1.0).latency_by_priority == ()
+    refused = replace(ended_after(2.0, 1), error=RowError("cannot_fit", ""))
+    stats.observe(Step(completions=[refused], batch_size=3), 1.0)
+    assert stats.snapshot(1.0).latency_by_priority == ()
+
+
+def test_bands_do_not_grow_with_priorities() -> None:
+    stats = fresh(rows=1000)
+    rows = [ended_after(2.0, priority) for priority in range(1000)]
+    stats.observe(Step(completions=rows, batch_size=1), 1.0)
+    bands = stats.snapshot(1.0).latency_by_priority
+    assert [band.priority for band in bands] == list(range(MOST_BANDS))
 
 
 def test_stop_share_is_of_rows_that_ended_without_an_error() -> None:

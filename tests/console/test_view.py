@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from jobrunner.console.printable import printable, printable_lines
-from jobrunner.console.stats import Snapshot, Stats, Totals
+from jobrunner.console.stats import BandLatency, Snapshot, Stats, Totals
 from jobrunner.console.view import plain_line, summary, view
 
 RESULTS = Path("runs/gsm8k/results")
@@ -183,3 +183,12 @@ def test_later_lines_are_indented() -> None:
 def test_stats_do_not_import_rich() -> None:
     code = "import sys, jobrunner.console.stats; sys.exit('rich' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_summary_tells_the_latencies_of_priorities(snapshot: Snapshot) -> None:
+    bands = (BandLatency(0, 9, 0.5, 1.25, 2.0), BandLatency(5, 9, 10.0, 123.4, None))
+    said = summary(replace(snapshot, latency_by_priority=bands), RESULTS).splitlines()
+    assert [line for line in said if "latency" in line] == [
+        "  latency  priority 0: p50 0.5 s, p95 1.25 s, p99 2 s (this run)",
+        "  latency  priority 5: p50 10 s, p95 123 s, p99 - s (this run)",
+    ]

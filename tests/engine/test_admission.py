@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
 from jobrunner.engine.forecast import Forecast
+from jobrunner.engine.pace import Pace
 from jobrunner.engine.prediction import LengthPredictor
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
 
@@ -16,7 +17,8 @@ SETTINGS = settings(max_examples=200, deadline=None)
 
 
 def ahead(block_size: int = 4, reserve: float = 0.0) -> AdmissionAhead:
-    return AdmissionAhead(LengthPredictor(), block_size, Reserve(reserve))
+    pace = Pace(10**9, 1, lambda: 0)
+    return AdmissionAhead(LengthPredictor(), block_size, Reserve(reserve), pace)
 
 
 class SlowForecast:

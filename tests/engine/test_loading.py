@@ -15,7 +15,13 @@ from transformers import CONFIG_MAPPING, BloomConfig, DeepseekV3Config, LlamaCon
 from jobrunner.engine import loading
 from jobrunner.engine.attention.hook import UnservedError
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention
-from jobrunner.engine.devices import cpu_has_bfloat16, resolve_device, resolve_dtype
+from jobrunner.engine.devices import (
+    cpu_has_bfloat16,
+    cpu_has_float16,
+    is_native,
+    resolve_device,
+    resolve_dtype,
+)
 from jobrunner.engine.loading import load_model, open_engine, read_model_info, resolve_limits
 from jobrunner.engine.proof import prove
 from jobrunner.engine.scheduler import Limits
@@ -104,10 +110,16 @@ def test_a_dtype_that_is_given_is_taken():
     assert resolve_dtype("float16", "cpu", LlamaConfig()) == "float16"
 
 
-def test_a_processor_without_the_flag_has_no_bfloat16(tmp_path: Path):
+def test_a_processor_without_the_flags_only_emulates_16_bit_numbers(tmp_path: Path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("flags\t: avx2 avx512f\n")
     assert not cpu_has_bfloat16(cpuinfo)
+    assert not cpu_has_float16(cpuinfo)
+
+
+def test_every_processor_computes_in_float32():
+    assert is_native("float32", "cpu")
+    assert is_native("bfloat16", "cpu") == cpu_has_bfloat16()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

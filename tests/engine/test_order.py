@@ -190,6 +190,22 @@ def test_auto_takes_prompts_and_outputs_in_turn():
     assert max(map(abs, heavy_beyond_half)) <= 3
 
 
+def test_auto_goes_on_mixing_when_the_expected_output_changes():
+    class Learning:
+        expected = 2000.0
+
+        def expect(self, request: Request) -> float:
+            return self.expected
+
+    predictor = Learning()
+    order = AutoOrder(BLOCK, 8, predictor)
+    for index in range(40):
+        order.add(row(index, [index] * (40 if index % 2 else 4)))
+    predictor.expected = 100.0
+    taken = [index % 2 for index in drained(order)]
+    assert max(abs(sum(taken[:place]) - place / 2) for place in range(41)) <= 3
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_order_without_rows_has_no_first(name):
     assert made(name).first() is None
@@ -215,3 +231,14 @@ def test_a_row_that_comes_again_stands_where_its_new_key_says():
     line.remove(one)
     line.add(one, 2)
     assert line.first() is two
+
+
+def test_rows_without_a_common_prefix_start_as_they_came():
+    order = PrefixOrder(BLOCK)
+    for index in (3, 1, 4, 0, 2):
+        order.add(row(index, [index] * BLOCK))
+    started = []
+    while (first := order.first()) is not None:
+        started.append(index_of(first))
+        order.remove(first)
+    assert started == [3, 1, 4, 0, 2]

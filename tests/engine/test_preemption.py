@@ -6,10 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobrunner.config import BatchingTable
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.preemption import MOST_PREEMPTIONS, Costs, Preemption
+from jobrunner.engine.scheduler import Drawn, Limits
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Stopping
+from jobrunner.engine.strategies import make_scheduler
 from jobrunner.engine.swap import HostBlocks
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
 from tests.fakes import FakeRequests, LetterText
@@ -77,6 +80,70 @@ def test_a_sequence_that_holds_nothing_alone_goes_last(blocks: Blocks):
         Preemption("recompute").choose([sharing, running(blocks, 0, computed=4)], blocks).admission
         == 0
     )
+
+
+def slow_victim(
+    sequences: list[Sequence], blocks: Blocks, mode: str, costs: Costs, protected: set[int]
+) -> Sequence:
+    """By the words of the rule: one list, cut down rule by rule."""
+    left = [each for each in sequences if each.request.priority not in protected]
+    if not left:
+        return max(sequences, key=lambda each: each.admission)
+    left = [each for each in left if each.preemptions < MOST_PREEMPTIONS] or left
+    lowest = max(each.request.priority for each in left)
+    left = [each for each in left if each.request.priority == lowest]
+
+    def shared(each: Sequence) -> int:
+        return sum(blocks.holders(block) > 1 for block in each.blocks)
+
+    def cost(each: Sequence) -> float:
+        freed = len(each.blocks) - shared(each)
+        own = max(0, each.computed - 4 * shared(each))
+        swap_s, recompute_s = 2 * -(-own // 4) * costs.copy_s_per_block, own * 1.0
+        known = {"swap": swap_s, "recompute": recompute_s, "auto": min(swap_s, recompute_s)}
+        return known[mode] / freed if freed else float("inf")
+
+    least = min(map(cost, left))
+    left = [each for each in left if cost(each) == least]
+    most = max(each.length_bounds[1] - each.output_length for each in left)
+    left = [each for each in left if each.length_bounds[1] - each.output_length == most]
+    fewest = min(map(shared, left))
+    return max((each for each in left if shared(each) == fewest), key=lambda each: each.admission)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.integers(1, 24),
+            st.sampled_from([5, 5, 9]),
+            st.integers(0, 2),
+            st.sampled_from([0, 0, MOST_PREEMPTIONS]),
+            st.integers(0, 2),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    mode=st.sampled_from(["swap", "recompute", "auto"]),
+    copy_s=st.sampled_from([0.5, 2.0, 8.0]),
+    protected=st.sets(st.integers(0, 2), max_size=2),
+)
+def test_the_victim_is_whom_the_rule_names(rows, mode, copy_s, protected):
+    blocks = Blocks(200, 4)
+    common = blocks.allocate(2)
+    sequences = []
+    for admission, (computed, most, band, preempted, shares) in enumerate(rows):
+        shares = min(shares, computed // 4)
+        # of the common beginning
+        for block in common[:shares]:
+            blocks._references[block] += 1
+        held = common[:shares] + blocks.allocate(blocks.needed(computed) - shares)
+        more = {"most": most, "priority": band, "preempted": preempted}
+        sequences.append(running(blocks, admission, computed=computed, held=held, **more))
+    costs = Costs(copy_s_per_block=copy_s, prefill_s_per_token=1.0)
+    preemption = Preemption(mode, HostBlocks(100), costs=costs, protected=protected)
+    found = preemption.choose(sequences, blocks)
+    assert found is slow_victim(sequences, blocks, mode, costs, protected)
 
 
 def test_a_lower_band_goes_first_whatever_it_costs(blocks: Blocks):
@@ -191,3 +258,37 @@ def test_a_row_gives_way_to_higher_bands_only_so_often(high, low, batch, host):
     assert max(seen.values(), default=0) <= MOST_PREEMPTIONS
     done = finished(steps)
     assert all(list(done[each.id.index].tokens) == bench.runner.alone(each) for each in rows)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 30), st.integers(0, 3), st.integers(1, 25)),
+        min_size=1,
+        max_size=25,
+    ),
+    batch=st.integers(1, 4),
+    limit_s=st.integers(1, 20),
+)
+def test_a_row_that_starvation_lifted_gives_way_to_no_band(rows, batch, limit_s):
+    batching = BatchingTable(order="input", starvation_limit=f"{limit_s}s", prefix_cache=False)
+    # memory for all: whoever is preempted gave way to a higher band
+    blocks, limits = Blocks(1000, 4, prefix_cache=False), Limits(batch, 64, 64, 99)
+    scheduler = make_scheduler(batching, blocks, limits, lambda: LetterText(str))
+    done: set[int] = set()
+    ran: list[Sequence] = []
+    for now in range(2000):
+        for index, (at, band, most) in enumerate(rows):
+            if at == now:
+                scheduler.add(request(index, [index], most, priority=band), float(now))
+        plan = scheduler.plan(float(now))
+        for sequence in ran:
+            if sequence.slot is None and sequence.request.id.index not in done:
+                assert now - sequence.arrived_at <= limit_s
+        ran = [chunk.sequence for chunk in plan.chunks]
+        drawn = Drawn([1] * sum(chunk.samples for chunk in plan.chunks))
+        ended = scheduler.commit(plan, drawn, float(now))
+        done |= {each.id.index for each in (*plan.completions, *ended)}
+        if len(done) == len(rows):
+            break
+    assert len(done) == len(rows)

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from jobrunner.engine.draws import Draw, Occurrences
-from jobrunner.engine.sampler import sample, uniform, weights
+from jobrunner.engine.sampler import likeliest, sample, uniform, weights
 from jobrunner.records import Sampling
 
 GREEDY = Sampling(1)
@@ -261,3 +261,31 @@ def test_the_smallest_temperature_draws_a_token_that_exists():
     logits_BV = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     [token] = sampled(logits_BV, [Sampling(8, temperature=1e-320, draw_key=b"k")], [0])
     assert token == int(logits_BV.argmax())
+
+
+@given(
+    width=st.sampled_from([1, 7, 255, 256, 511, 512, 513, 767, 768, 1000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 10_000),
+    special=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+    levels=st.sampled_from([1, 2, 5, 1000]),
+)
+@settings(deadline=None)
+def test_the_likeliest_is_the_first_maximum_in_float32(width, dtype, seed, special, levels):
+    generator = torch.Generator().manual_seed(seed)
+    # few levels: many logits are equal
+    logits_BV = torch.randint(levels, (4, width), generator=generator).to(dtype)
+    if special is not None:
+        places = torch.randint(width, (3,), generator=generator)
+        logits_BV[1, places] = special
+        logits_BV[2] = special
+    assert torch.equal(likeliest(logits_BV), logits_BV.float().argmax(dim=-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_ruled_rows_of_narrow_logits_are_looked_at_in_float32(temperature):
+    generator = torch.Generator().manual_seed(3)
+    logits_BV = torch.randn(8, 600, generator=generator).bfloat16()
+    sampling = drawn(temperature, top_k=50, presence_penalty=0.3, frequency_penalty=0.1)
+    draws = [Draw(sampling, row, Occurrences((), [1, 2, 3, 3])) for row in range(8)]
+    assert sample(logits_BV, draws) == sample(logits_BV.float(), draws)

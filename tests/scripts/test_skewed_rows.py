@@ -30,6 +30,15 @@ def test_outputs_are_skewed_forced_and_the_same_for_the_same_seed(tmp_path):
     assert write(tmp_path / "c.parquet", "--seed", "1")[1] != rows
 
 
+def test_numbered_prompts_all_begin_differently(tmp_path):
+    _, rows = write(tmp_path / "a.parquet", "--rows", "100")
+    _, numbered = write(tmp_path / "b.parquet", "--rows", "100", "--numbered")
+    assert len({row["question"] for row in rows}) < 100
+    assert [row["question"] for row in numbered] == [
+        f"{place}. {row['question']}" for place, row in enumerate(rows)
+    ]
+
+
 def test_prompts_are_mixed_from_short_to_long(tmp_path):
     _, rows = write(tmp_path / "a.parquet", "--mix", "--rows", "20")
     characters = sorted(len(row["question"]) for row in rows)

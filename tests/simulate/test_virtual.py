@@ -1,5 +1,7 @@
 """Simulations small enough to compute by hand, and rules that hold for all of them."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -104,6 +106,29 @@ def test_a_long_prompt_is_cut_into_chunks_of_the_token_budget():
     rows = [TraceRow(10, 1)]
     snapshot, _, _ = counted(rows, machine(1, budget=4))
     assert snapshot.steps == 3
+
+
+def test_a_prompt_takes_as_long_as_its_tokens_attend_to_others():
+    cost = StepCost(step_s=1.0, attended_token_s=0.5)
+    _, _, moments = counted([TraceRow(4, 1)], machine(1, cost=cost, budget=3))
+    # the first three tokens attend to 1 + 2 + 3, the last one to 4
+    assert [moment.step.attended_tokens for moment in moments] == [6, 4]
+    assert [moment.step.step_s for moment in moments] == [1.0 + 3.0, 1.0 + 2.0]
+
+
+def test_decodes_do_not_count_as_prompts_that_attend():
+    snapshot, _, _ = counted([TraceRow(4, 5), TraceRow(2, 3)], machine(2))
+    assert snapshot.attended_tokens == (1 + 2 + 3 + 4) + (1 + 2)
+
+
+def test_the_longest_of_known_lengths_goes_first():
+    rows = rows_of(1, 1, 9)
+    known = replace(machine(1, order="longest"), known_lengths=True)
+    ends = [done.id.index for m in simulate(rows, known) for done in m.step.completions]
+    assert ends[0] == 2
+    learnt = machine(1, order="longest")
+    ends = [done.id.index for m in simulate(rows, learnt) for done in m.step.completions]
+    assert ends[0] == 0
 
 
 def test_between_the_first_full_batch_and_the_last_admission():

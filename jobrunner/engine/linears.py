@@ -1,0 +1,101 @@
+"""Linear layers whose weights lie as the processor's matrix products read them.
+
+oneDNN otherwise re-orders a weight at every call. Knows nothing of models' families.
+
+Shapes: T tokens, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from jobrunner.engine.devices import cpu_has_bfloat16
+
+log = logging.getLogger("cbjob")
+
+# oneDNN chooses the layout for so many rows; measured from 1 to 512, no other hint wins anywhere
+_ROWS = 64
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """What a linear layer computes, from a packed copy of its weight.
+
+    `activate` applies SiLU ("swish") or GELU ("gelu") to the sums before they are rounded, with
+    `algorithm` saying which GELU: "none" or "tanh".
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # not a buffer: what walks over buffers expects to read them
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in its usual order, made anew each time."""
+        return self._packed.to_dense()
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return `[..., O]`."""
+        return self.activate(x_TI, "none")
+
+    def activate(self, x_TI: torch.Tensor, kind: str, algorithm: str = "") -> torch.Tensor:
+        """Return the layer's activated outputs, rounded once."""
+        return torch.ops.mkldnn._linear_pointwise(
+            x_TI, self._packed, self.bias, kind, [], algorithm
+        )
+
+    def times(self, x_TI: torch.Tensor, other_TO: torch.Tensor) -> torch.Tensor:
+        """Return the layer's outputs times `other`, rounded once."""
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x_TI, other_TO, self._packed, self.bias, "mul"
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def packs(model: nn.Module) -> bool:
+    """Whether this model's layers gain from it: bfloat16 on a processor that multiplies it."""
+    device: torch.device = next(model.parameters()).device
+    dtype = getattr(model, "dtype", None)
+    return device.type == "cpu" and dtype == torch.bfloat16 and cpu_has_bfloat16()
+
+
+def pack_linears(model: nn.Module) -> int:
+    """Replace each plain linear layer by a packed one, in place; return how many there were.
+
+    One at a time, so that no more than one weight is in memory twice. A weight that is also an
+    embedding stays beside its packed copy.
+    """
+    places = list(_plain_linears(model))
+    for parent, name in places:
+        setattr(parent, name, PackedLinear(getattr(parent, name)))
+    # tensors of one checkpoint share its mapped file, which stays while one of them is left
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return len(places)
+
+
+def _plain_linears(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Each bfloat16 linear layer that does nothing but multiply: where it hangs, and its name."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if _is_plain(child):
+                yield parent, name
+
+
+def _is_plain(module: nn.Module) -> bool:
+    # a subclass computes something of its own, and a hook would not be called
+    return (
+        type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and module.weight.dtype == torch.bfloat16
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )

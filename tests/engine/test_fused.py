@@ -1,0 +1,150 @@
+"""Fused parts: taken where they compute the same, left where not, no further from float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from jobrunner.engine.devices import cpu_has_bfloat16
+from jobrunner.engine.fused import FusedNorm, GatedLinear, make_fast
+from jobrunner.engine.linears import PackedLinear
+from tests.tiny import save_shaken_model, shrunk
+
+pytest.importorskip("numba")
+pytestmark = pytest.mark.skipif(not cpu_has_bfloat16(), reason="no bfloat16 instructions here")
+
+KINDS = """llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3_text phi3 olmo2 gpt_oss
+deepseek_v3 granite cohere gpt2 opt glm starcoder2 gpt_neox""".split()
+
+
+class Around(nn.Module):
+    """A model of one part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.dtype = torch.bfloat16
+        self.bfloat16().requires_grad_(False).eval()
+
+
+def made_fast(part: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model = Around(part)
+    make_fast(model)
+    return model.part
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("width", [1, 8, 33])
+def test_a_fused_norm_is_the_norm_rounded_once(norm, width):
+    fused = made_fast(norm(width))
+    assert isinstance(fused, FusedNorm)
+    x = torch.randn(3, 5, width).bfloat16()
+    # its own answer in a wider type, from the same weights
+    expected = norm(width)
+    expected.load_state_dict(fused.own.state_dict())
+    torch.testing.assert_close(fused(x).float(), expected(x.float()), rtol=2**-8, atol=1e-6)
+
+
+def test_a_fused_norm_leaves_other_types_to_its_own():
+    fused = made_fast(LlamaRMSNorm(8))
+    x = torch.randn(2, 8)
+    assert torch.equal(fused(x), fused.own(x))
+
+
+def test_not_a_number_stays_one_and_stays_in_its_row():
+    fused = made_fast(LlamaRMSNorm(8))
+    x = torch.ones(2, 8).bfloat16()
+    x[0, 3] = torch.nan
+    assert fused(x).isnan().tolist() == [[True] * 8, [False] * 8]
+
+
+class Twice(LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.LayerNorm(8, bias=False), CohereLayerNorm(8), Twice(8)]
+)
+def test_other_norms_stay(norm):
+    assert made_fast(norm) is norm
+
+
+def gated(activation: str = "silu", kind: type[nn.Module] = LlamaMLP) -> nn.Module:
+    return kind(shrunk(CONFIG_MAPPING["llama"], hidden_act=activation))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_a_gated_unit_is_computed_within_its_products(activation):
+    own = gated(activation)
+    fused = made_fast(own)
+    assert isinstance(fused, GatedLinear)
+    x = torch.randn(1, 9, 32).bfloat16()
+    gate, up, down = (
+        getattr(fused, name).weight.float() for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    expected = (own.act_fn(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T
+    error = (fused(x).float() - expected).norm() / expected.norm()
+    assert error < 2**-7
+
+
+class Halved(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize("own", [gated("relu"), gated(kind=Halved)], ids=["relu", "halved"])
+def test_another_unit_of_the_same_names_stays_and_its_layers_are_packed(own):
+    part = made_fast(own)
+    assert part is own
+    assert isinstance(part.gate_proj, PackedLinear)
+
+
+def test_a_float32_model_is_left_alone():
+    model = Around(LlamaRMSNorm(8)).float()
+    model.dtype = torch.float32
+    own = model.part
+    make_fast(model)
+    assert model.part is own
+
+
+def logits(model: Any, ids_BT: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(
+            input_ids=ids_BT, position_ids=torch.arange(ids_BT.shape[1])[None], use_cache=False
+        ).logits.float()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fast_model_is_no_further_from_float32(kind: str, tmp_path: Path):
+    folder = save_shaken_model(tmp_path, shrunk(CONFIG_MAPPING[kind], num_hidden_layers=2))
+
+    def load(dtype: torch.dtype) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="eager"
+        )
+        return model.eval().requires_grad_(False)
+
+    generator = torch.Generator().manual_seed(1)
+    # one row: as the engine computes, and as rotations are fused
+    rows = torch.randint(2, 96, (24, 1, 24), generator=generator)
+    exact, own, fast = load(torch.float32), load(torch.bfloat16), load(torch.bfloat16)
+    make_fast(fast)
+    own_error, fast_error = [], []
+    for ids in rows:
+        expected = logits(exact, ids)
+        own_error.append((logits(own, ids) - expected).abs().mean())
+        fast_error.append((logits(fast, ids) - expected).abs().mean())
+    # where another expert is chosen a row is far off: the median tells
+    assert torch.stack(fast_error).median() <= 1.05 * torch.stack(own_error).median()
