@@ -36,9 +36,11 @@ from jobrunner.data.results.parts import Results, Tally
 from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
+from jobrunner.deadline import Deadline
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
+from jobrunner.finished import finished_progress, remember_finished
 from jobrunner.opening import Job, load_engine, open_job
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
 from jobrunner.stop import Stop
@@ -64,6 +66,8 @@ class Summary:
     results: Path
 
 
+# why a worker leaves that would not end more rows in the time it has
+TIME_IS_UP = "the time that this worker has is nearly up"
 OpenEngine = Callable[[Job], Engine]
 Observe = Callable[[Step], None]
 
@@ -93,6 +97,13 @@ def run(
                 observe=observe,
                 stop=stop,
             )
+    directory = RunDirectory(settings.run_directory, "finished", result_suffix(settings))
+    finished = finished_progress(directory, settings)
+    if finished is not None and not (retry_errors and finished.tally.error_rows):
+        # cron may start a finished job again and again: nothing that takes time is loaded
+        with Console(settings.progress.style, settings.progress.every):
+            _tell_finished(finished, directory)
+        return _sum_up(finished, directory)
     job = open_job(settings)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
@@ -111,8 +122,7 @@ def run(
             log.info("error rows that run again: %s", f"{_retry(directory, job, claims):,}")
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
-            log.info("every row is done: %s", progress.tally)
-            log.info("results are in %s", directory.results)
+            _tell_finished(progress, directory)
         elif stop.requested:
             log.info("%s: stopped before the first step", stop.reason)
         else:
@@ -129,7 +139,13 @@ def run(
         if progress.complete:
             # what another worker wrote while this one merged
             clean_up(directory, job.input.shards, claims.is_dead)
+            remember_finished(directory, settings)
         return _sum_up(progress, directory)
+
+
+def _tell_finished(progress: Progress, directory: RunDirectory) -> None:
+    log.info("every row is done: %s", progress.tally)
+    log.info("results are in %s", directory.results)
 
 
 def _work(
@@ -147,6 +163,7 @@ def _work(
     tally = progress.tally
     limits = ErrorLimits(settings.errors, tally.rows, tally.error_rows)
     limits.raise_if_passed()
+    deadline = Deadline(settings.checkpoint.grace)
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
         rates = _measure(job)
@@ -160,6 +177,9 @@ def _work(
                 _fail(feed.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
                 observe(step)
+                deadline.observe(step.completions)
+                if deadline.too_late(stop.left_s):
+                    feed.stop_admitting()
                 if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
@@ -169,6 +189,8 @@ def _work(
                 _tell_merged(ledger.tick())
                 console.update(stats)
             _fail(feed.errors(), ledger, limits, stats)
+            if feed.left_over:
+                stop.request(TIME_IS_UP)
         in_flight = engine.partials()
         ledger.checkpoint(in_flight)
         if stop.requested:

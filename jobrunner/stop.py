@@ -1,4 +1,4 @@
-"""Signals and the grace time -> one flag that the loop looks at every step."""
+"""Signals, the end of a time limit, the grace time -> one flag that the loop looks at."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from jobrunner.errors import ExitCode
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stop:
@@ -22,6 +23,7 @@ class Stop:
         self.reason = ""
         self._requested = threading.Event()
         self._interrupts = 0
+        self._leave_at_s: float | None = None
 
     @property
     def requested(self) -> bool:
@@ -36,14 +38,30 @@ class Stop:
         """Sleep until a stop is requested or the time is up; tell whether one is."""
         return self._requested.wait(timeout_s)
 
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until `leave_in` asks for a stop; None where it was not called."""
+        return None if self._leave_at_s is None else self._leave_at_s - time.monotonic()
+
+    def leave_in(self, seconds: float, reason: str) -> None:
+        """Ask for a stop when so many seconds have passed."""
+        self._leave_at_s = time.monotonic() + seconds
+        if seconds <= 0:
+            self.request(reason)
+            return
+        # a timer takes no longer wait than this
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self.request, args=(reason,))
+        timer.daemon = True
+        timer.start()
+
     @contextmanager
     def on_signals(self, grace_s: float) -> Iterator[None]:
         """Turn signals into the flag while the block runs.
 
         A second SIGINT raises KeyboardInterrupt at once. Work that does not end within
         `grace_s` of the first signal is cut off with exit code 75: what is committed stays
-        committed, a rerun does the rest. Python lets only the main thread handle signals;
-        elsewhere this does nothing.
+        committed, a rerun does the rest. A hang-up that was ignored, as by nohup, stays so.
+        Python lets only the main thread handle signals; elsewhere this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -68,7 +86,8 @@ class Stop:
         guard = threading.Thread(target=cut_off_after_grace, name="grace", daemon=True)
         guard.start()
         earlier_pipe = signal.set_wakeup_fd(writer)
-        before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+        heeded = [s for s in SIGNALS if s != signal.SIGHUP or not _is_ignored(s)]
+        before = {signum: signal.signal(signum, handle) for signum in heeded}
         try:
             yield
         finally:
@@ -79,6 +98,10 @@ class Stop:
             os.close(writer)
             guard.join()
             os.close(reader)
+
+
+def _is_ignored(signum: int) -> bool:
+    return signal.getsignal(signum) is signal.SIG_IGN
 
 
 def _cut_off(grace_s: float) -> None:

@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from jobrunner.cluster.slurm import seconds_left
+from jobrunner.cores import granted_cores
+from jobrunner.errors import DeviceBusyError
 from jobrunner.jobfile import load_settings
 from jobrunner.stop import Stop
 
@@ -23,18 +26,37 @@ def run_command(
     share_the_cores()
     stop = Stop()
     with stop.on_signals(settings.checkpoint.grace):
+        leave_in_time(stop, settings.checkpoint.grace)
         # imported late: a mistake in the settings is said, and a signal heard, before that
         from jobrunner.job import run
 
-        return run(settings, retry_errors=retry_errors, stop=stop).exit_code
+        try:
+            return run(settings, retry_errors=retry_errors, stop=stop).exit_code
+        except DeviceBusyError as busy:
+            if settings.progress.style != "off":
+                raise
+            # cron mails every word, and this happens whenever a job takes longer than its interval
+            return busy.exit_code
+
+
+def leave_in_time(stop: Stop, grace_s: float) -> None:
+    """Leave a Slurm job so early that there is time to save before it is ended."""
+    left_s = seconds_left()
+    if left_s is not None:
+        stop.leave_in(left_s - grace_s, "the Slurm job ends soon")
 
 
 def share_the_cores() -> None:
-    """Let idle threads sleep instead of spin, unless the user says otherwise.
+    """Let idle threads sleep instead of spin, and use no more than the cores that are ours.
 
     One other busy process on a machine makes spinning threads slow each other down tenfold.
     OpenMP reads this when torch is imported; tokenizers must not start threads beside it.
+    What the user has set stays.
     """
+    cores = granted_cores()
+    if cores < len(os.sched_getaffinity(0)):
+        # else it is what torch takes by itself
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

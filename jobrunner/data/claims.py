@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -249,13 +249,26 @@ def holding_device(claims: Claims, identity: Identity) -> Iterator[None]:
 
 
 def device_name(device: str) -> str:
-    """Name the device that this process uses: on a CPU the set of cores it may run on."""
+    """Name the device that this process uses: on a CPU the set of cores it may run on.
+
+    Slurm gives each task devices of its own that may bear the same number everywhere, or cores
+    without binding the task to them: there the name says which task it is.
+    """
+    task = _slurm_task(os.environ)
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         digest = hashlib.blake2b(repr(cores).encode(), digest_size=4).hexdigest()
-        return f"cpu-{len(cores)}-cores-{digest}"
+        return f"cpu-{len(cores)}-cores-{digest}{task}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    return f"{device}-{visible}"
+    return f"{device}-{visible}{task}"
+
+
+def _slurm_task(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+    numbers = [environ.get(name, "") for name in names]
+    if not numbers[0].isdigit():
+        return ""
+    return "-slurm-" + "-".join(number for number in numbers if number.isdigit())
 
 
 def read_identity(path: Path) -> Identity | None:

@@ -1,0 +1,1 @@
+"""Start workers elsewhere: with Slurm. Knows nothing of rows, models or results."""
