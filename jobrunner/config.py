@@ -308,6 +308,14 @@ SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:=+-]+")
 SLURM_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?")
 
 
+def can_quote_for_sbatch(text: str) -> bool:
+    """Whether a text can be one word of an #SBATCH line, between one kind of quotes.
+
+    sbatch drops backslashes, inside quotes too, and knows no other way to spell a quote.
+    """
+    return text.isprintable() and "\\" not in text and not ("'" in text and '"' in text)
+
+
 def _slurm_word(value: str) -> str:
     if not SLURM_WORD.fullmatch(value):
         raise ValueError("must be of letters, digits and _ . , : = + -")
@@ -317,8 +325,11 @@ def _slurm_word(value: str) -> str:
 def _slurm_line(value: str) -> str:
     """One option of sbatch, none of those that decide what runs and where its log goes."""
     option = SLURM_OPTION.fullmatch(value)
-    if option is None or not value.isprintable():
-        raise ValueError('must be one option of sbatch, such as "--constraint=a100"')
+    if option is None or not can_quote_for_sbatch(value):
+        raise ValueError(
+            'must be one option of sbatch, such as "--constraint=a100", without backslashes,'
+            " control characters, or both kinds of quotes"
+        )
     # sbatch takes a beginning of a name for the name
     own = next((name for name in SLURM_OWN if name.startswith(option[1])), None)
     if own is not None:

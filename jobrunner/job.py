@@ -21,7 +21,14 @@ from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Stats, Totals
 from jobrunner.console.view import summary
-from jobrunner.data.claims import Claims, Identity, device_name, holding_device
+from jobrunner.data.claims import (
+    Claims,
+    Identity,
+    device_name,
+    holding_device,
+    likely_device,
+    refuse_busy_device,
+)
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
 from jobrunner.data.input.shards import check_unchanged
@@ -104,6 +111,8 @@ def run(
         with Console(settings.progress.style, settings.progress.every):
             _tell_finished(finished, directory)
         return _sum_up(finished, directory)
+    likely = device_name(likely_device(settings.model.device))
+    refuse_busy_device(directory.claims, Identity.of_this_process(likely))
     job = open_job(settings)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))

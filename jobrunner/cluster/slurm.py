@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jobrunner.config import SlurmTable
+from jobrunner.config import SlurmTable, can_quote_for_sbatch
 from jobrunner.errors import ConfigError, InfrastructureError
 
 log = logging.getLogger("cbjob")
@@ -121,11 +121,10 @@ def _asked(slurm: SlurmTable, name: str, run_directory: Path) -> Iterator[str]:
 
 def _log_pattern(run_directory: Path, *, array: bool) -> str:
     folder = str(run_directory)
-    # Slurm takes a backslash for "replace nothing", and a line cannot hold a line break
-    if "\\" in folder or not folder.isprintable():
+    if not can_quote_for_sbatch(folder):
         raise ConfigError(
-            f"Slurm cannot write a log into `{folder}`",
-            hint="choose an output.path without backslashes and control characters",
+            f"Slurm cannot be told to write a log into `{folder}`",
+            hint="choose an output.path without backslashes, control characters and quotes",
         )
     return folder.replace("%", "%%") + ("/slurm-%A_%a.log" if array else "/slurm-%j.log")
 
@@ -142,9 +141,7 @@ def _srun(slurm: SlurmTable) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """Quote a word of an #SBATCH line: sbatch has a backslash escape inside quotes too."""
+    """Quote a word of an #SBATCH line as sbatch reads it, which is not how a shell does."""
     if _PLAIN.fullmatch(text):
         return text
-    if "'" not in text and "\\" not in text:
-        return f"'{text}'"
-    return re.sub(r"([^\w@%+=:,./-])", r"\\\1", text, flags=re.ASCII)
+    return f'"{text}"' if "'" in text else f"'{text}'"

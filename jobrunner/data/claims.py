@@ -234,18 +234,46 @@ def holding_device(claims: Claims, identity: Identity) -> Iterator[None]:
 
     Raises DeviceBusyError where another worker of the job has the device of this host.
     """
-    name = f"devices/{identity.host}/{identity.device}"
+    name = _device_claim(identity)
     if not claims.acquire(name, exclusive=True):
-        holder = claims.holder(name)
-        pid = f" (process {holder.pid})" if holder else ""
-        raise DeviceBusyError(
-            f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
-            hint="let it finish; a worker on another device or machine may join in",
-        )
+        raise _busy(identity, claims.holder(name))
     try:
         yield
     finally:
         claims.release(name)
+
+
+def refuse_busy_device(folder: Path, identity: Identity) -> None:
+    """Refuse a device whose holder is seen to be alive, before anything is loaded.
+
+    Only looks, and leaves what it cannot see to `holding_device`. Raises DeviceBusyError.
+    """
+    try:
+        holder = read_identity(folder / f"{_device_claim(identity)}.json")
+    except NotADirectoryError:
+        # whoever makes the run directory says so
+        return
+    if holder is not None and identity.knows_alive(holder):
+        raise _busy(identity, holder)
+
+
+def _device_claim(identity: Identity) -> str:
+    return f"devices/{identity.host}/{identity.device}"
+
+
+def _busy(identity: Identity, holder: Identity | None) -> DeviceBusyError:
+    pid = f" (process {holder.pid})" if holder else ""
+    return DeviceBusyError(
+        f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
+        hint="let it finish; a worker on another device or machine may join in",
+    )
+
+
+def likely_device(device: str, driver: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The device that `model.device` comes to, as far as it can be told without torch."""
+    if device == "auto":
+        return "cuda" if driver.exists() else "cpu"
+    return device
 
 
 def device_name(device: str) -> str:
