@@ -299,6 +299,11 @@ class ProgressTable(Table):
     metrics: bool = False
 
 
+class WorkersTable(Table):
+    engine: Literal["local", "ray"] = "local"
+    count: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+
+
 # sbatch options that the script sets itself, or that would make it run something else
 SLURM_OWN = (
     *("array", "cpus-per-task", "error", "job-name", "no-requeue", "ntasks", "open-mode", "output"),
@@ -365,7 +370,7 @@ SLURM_LEAST_S = 120.0
 NOT_YET: dict[str, frozenset[str]] = {
     "model": frozenset({"attention", "allow_unsafe_weights"}),
     "batching": frozenset("max_step".split()),
-    "workers": frozenset({"engine", "count", "devices"}),
+    "workers": frozenset({"devices"}),
 }
 
 
@@ -381,6 +386,7 @@ class Settings(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     errors: ErrorsTable = ErrorsTable()
     progress: ProgressTable = ProgressTable()
+    workers: WorkersTable = WorkersTable()
     slurm: SlurmTable = SlurmTable()
     folder: Path = Field(default_factory=Path.cwd)
     limit: Positive | None = None

@@ -13,7 +13,7 @@ from types import FrameType
 
 from jobrunner.errors import ExitCode
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Stop:
@@ -60,8 +60,8 @@ class Stop:
 
         A second SIGINT raises KeyboardInterrupt at once. Work that does not end within
         `grace_s` of the first signal is cut off with exit code 75: what is committed stays
-        committed, a rerun does the rest. A hang-up that was ignored, as by nohup, stays so.
-        Python lets only the main thread handle signals; elsewhere this does nothing.
+        committed, a rerun does the rest. Python lets only the main thread handle signals;
+        elsewhere this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -79,15 +79,16 @@ class Stop:
         os.set_blocking(writer, False)
 
         def cut_off_after_grace() -> None:
-            while heard := os.read(reader, 1):
-                if heard[0] in SIGNALS and not finished.wait(grace_s):
+            while came := os.read(reader, 1):
+                if came[0] in SIGNALS and not finished.wait(grace_s):
                     _cut_off(grace_s)
 
         guard = threading.Thread(target=cut_off_after_grace, name="grace", daemon=True)
         guard.start()
         earlier_pipe = signal.set_wakeup_fd(writer)
-        heeded = [s for s in SIGNALS if s != signal.SIGHUP or not _is_ignored(s)]
-        before = {signum: signal.signal(signum, handle) for signum in heeded}
+        # one that nohup made ignored stays so
+        heard = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, handle) for signum in heard}
         try:
             yield
         finally:
@@ -98,10 +99,6 @@ class Stop:
             os.close(writer)
             guard.join()
             os.close(reader)
-
-
-def _is_ignored(signum: int) -> bool:
-    return signal.getsignal(signum) is signal.SIG_IGN
 
 
 def _cut_off(grace_s: float) -> None:

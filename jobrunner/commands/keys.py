@@ -17,6 +17,7 @@ TABLES_HELP = {
     "checkpoint": "how much work a kill may cost",
     "errors": "when error rows stop the job (exit 4, it can go on)",
     "progress": "what is shown and logged while the job runs",
+    "workers": "the processes that share the job on this machine",
     "slurm": "what `cbjob submit` asks of Slurm",
 }
 
@@ -115,6 +116,10 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "every": "between lines of the log",
         "style": '"auto" is rich on a terminal, else plain',
         "metrics": "write metrics.jsonl into the run directory",
+    },
+    "workers": {
+        "engine": '"ray" places them on the machines of a Ray cluster',
+        "count": '"auto" is one for each GPU, or one on the CPU',
     },
     "slurm": {
         "partition": "where the job is queued",

@@ -23,6 +23,10 @@ def run_command(
 ) -> int:
     """Run the job and return its exit code."""
     settings = load_settings(job, overrides, limit, style)
+    if settings.workers.engine == "ray":
+        from jobrunner.commands.ray_workers import run_on_ray
+
+        return run_on_ray(settings, job, limit, overrides, retry_errors=retry_errors)
     share_the_cores()
     stop = Stop()
     with stop.on_signals(settings.checkpoint.grace):

@@ -23,6 +23,8 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
+# set by whoever starts several workers that may use the same cores
+TASK_VARIABLE = "CBJOB_TASK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,9 +282,12 @@ def device_name(device: str) -> str:
     """Name the device that this process uses: on a CPU the set of cores it may run on.
 
     Slurm gives each task devices of its own that may bear the same number everywhere, or cores
-    without binding the task to them: there the name says which task it is.
+    without binding the task to them: there the name says which task it is, and so it does where
+    `TASK_VARIABLE` is set.
     """
     task = _slurm_task(os.environ)
+    if named := os.environ.get(TASK_VARIABLE):
+        task += f"-{named}"
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         digest = hashlib.blake2b(repr(cores).encode(), digest_size=4).hexdigest()

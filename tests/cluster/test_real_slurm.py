@@ -51,7 +51,7 @@ def cluster():
 @pytest.fixture
 def job(tmp_path, tiny_model):
     (tmp_path / "input").mkdir()
-    table = pa.table({"prompt": [f"row {index}" for index in range(80)]})
+    table = pa.table({"prompt": [f"row {index}" for index in range(40)]})
     pq.write_table(table, tmp_path / "input" / "a.parquet")
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(model=str(tiny_model)))
@@ -83,7 +83,7 @@ def test_a_preempted_job_comes_back_by_itself_and_finishes(cluster, job):
     assert cluster.job(number)["Restarts"] == "1"
     # one log for both starts, in the run directory whatever its name is
     starts = (settings.run_directory / f"slurm-{number}.log").read_text()
-    assert starts.count("of 80 rows are done, ") == 2
+    assert starts.count("of 40 rows are done, ") == 2
     directory = RunDirectory(settings.run_directory, "test")
     assert list(find_problems(settings, directory)) == []
     in_peace = load_settings(job, ["output.path=peace"])
