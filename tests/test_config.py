@@ -83,8 +83,8 @@ token_budget = 4
 kv_memory = "8 gb"
 [checkpoint]
 every = 30
-[workers]
-count = 3
+[slurm]
+partition = "a b"
 [batchin]
 x = 1
 """
