@@ -26,16 +26,32 @@ class Guard:
         self._guilty: dict[RowId, Completion] = {}
         self._told: set[RowId] = set()
         self._apart = False
+        self._admitting = True
 
     @property
     def exhausted(self) -> bool:
         """Nothing is ready; rows that run apart are not joined by others."""
-        return self._feed.exhausted and (self._in_group or not self._held)
+        return self._feed.exhausted and (self._in_group or not self._may_group)
 
     @property
     def ended(self) -> bool:
         """No request is left and none will come."""
-        return self._feed.ended and not self._held
+        return self._feed.ended and not self._may_group
+
+    @property
+    def left_over(self) -> bool:
+        """`stop_admitting` kept back requests, or may have."""
+        return self._feed.left_over or (not self._admitting and bool(self._held))
+
+    @property
+    def wants_more(self) -> bool:
+        """The feed has nothing, and what comes later would still be begun."""
+        return self._admitting and self._feed.exhausted
+
+    def stop_admitting(self) -> None:
+        """Hand over no more requests, suspect or not: whoever takes them ends those it has."""
+        self._admitting = False
+        self._feed.stop_admitting()
 
     def take(self, limit: int) -> Iterable[Request]:
         """Hand over at most `limit` requests; of suspect rows only a group, when all else is done.
@@ -48,7 +64,7 @@ class Guard:
         if taken:
             self._ledger.begin(request.id for request in taken)
         requests = [request for request in taken if not self._keeps(request)]
-        if not taken and self._held and self._flight.empty:
+        if not taken and self._may_group and self._flight.empty:
             requests = self._group()
             self._apart = True
         elif requests:
@@ -58,7 +74,7 @@ class Guard:
 
     def wait(self, timeout_s: float) -> None:
         """Return when something may be ready, or the time is up."""
-        if not self._held or self._in_group:
+        if not self._may_group or self._in_group:
             self._feed.wait(timeout_s)
 
     def errors(self) -> list[Completion]:
@@ -70,6 +86,10 @@ class Guard:
     def finish(self, completions: Iterable[Completion]) -> None:
         """Take note of what the engine has finished."""
         self._flight.end(completion.id for completion in completions)
+
+    @property
+    def _may_group(self) -> bool:
+        return self._admitting and bool(self._held)
 
     @property
     def _in_group(self) -> bool:

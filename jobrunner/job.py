@@ -22,7 +22,14 @@ from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Stats, Totals, no_device_memory
 from jobrunner.console.view import summary
-from jobrunner.data.claims import Claims, Identity, device_name, holding_device
+from jobrunner.data.claims import (
+    Claims,
+    Identity,
+    device_name,
+    holding_device,
+    likely_device,
+    refuse_busy_device,
+)
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
 from jobrunner.data.input.shards import check_unchanged
@@ -38,9 +45,11 @@ from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
 from jobrunner.data.suspects import Flight, Suspects, discard_dead_flights
+from jobrunner.deadline import Deadline
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
+from jobrunner.finished import finished_progress, remember_finished
 from jobrunner.guard import Guard
 from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
@@ -69,6 +78,8 @@ class Summary:
     results: Path
 
 
+# why a worker leaves that would not end more rows in the time it has
+TIME_IS_UP = "the time that this worker has is nearly up"
 OpenEngine = Callable[[Job], Engine]
 Observe = Callable[[Step], None]
 
@@ -100,6 +111,15 @@ def run(
                 observe=observe,
                 stop=stop,
             )
+    directory = RunDirectory(settings.run_directory, "finished", result_suffix(settings))
+    finished = finished_progress(directory, settings)
+    if finished is not None and not (retry_errors and finished.tally.error_rows):
+        # cron may start a finished job again and again: nothing that takes time is loaded
+        with Console(settings.progress.style, settings.progress.every):
+            _tell_finished(finished, directory)
+        return _sum_up(finished, directory)
+    likely = device_name(likely_device(settings.model.device))
+    refuse_busy_device(directory.claims, Identity.of_this_process(likely))
     job = open_job(settings, read_model)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
@@ -121,8 +141,7 @@ def run(
             log.info("error rows that run again: %s", f"{_retry(directory, job, claims):,}")
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
-            log.info("every row is done: %s", progress.tally)
-            log.info("results are in %s", directory.results)
+            _tell_finished(progress, directory)
         elif stop.requested:
             log.info("%s: stopped before the first step", stop.reason)
         else:
@@ -142,7 +161,13 @@ def run(
             clean_up(directory, job.input.shards, claims.is_dead)
             discard_dead_flights(directory, claims.is_dead)
             suspects.forget()
+            remember_finished(directory, settings)
         return _sum_up(progress, directory)
+
+
+def _tell_finished(progress: Progress, directory: RunDirectory) -> None:
+    log.info("every row is done: %s", progress.tally)
+    log.info("results are in %s", directory.results)
 
 
 def _work(
@@ -162,6 +187,7 @@ def _work(
     tally = progress.tally
     limits = ErrorLimits(settings.errors, tally.rows, tally.error_rows)
     limits.raise_if_passed()
+    deadline = Deadline(settings.checkpoint.grace)
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
         rates = _measure(job)
@@ -179,6 +205,9 @@ def _work(
                 _fail(guard.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
                 observe(step)
+                deadline.observe(step.completions)
+                if deadline.too_late(stop.left_s):
+                    guard.stop_admitting()
                 if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
@@ -186,12 +215,15 @@ def _work(
                     ledger.checkpoint(engine.partials())
                     _count_others(stats, progress)
                 _tell_merged(ledger.tick())
-                if ledger.share(idle=feed.exhausted and step.waiting == 0):
+                if ledger.share(idle=guard.wants_more and step.waiting == 0):
                     feed.drop_unwanted()
                 console.update(stats)
             _fail(guard.errors(), ledger, limits, stats)
             in_flight = engine.partials()
             ledger.checkpoint(in_flight)
+            # the feed may not have heard yet that these rows were the last
+            if guard.left_over and progress.rows_done < progress.rows:
+                stop.request(TIME_IS_UP)
         if stop.requested:
             _tell_stopped(stop, progress, in_flight)
         elif not limits.passed:

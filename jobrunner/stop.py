@@ -1,4 +1,4 @@
-"""Signals and the grace time -> one flag that the loop looks at every step."""
+"""Signals, the end of a time limit, the grace time -> one flag that the loop looks at."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -22,6 +23,7 @@ class Stop:
         self.reason = ""
         self._requested = threading.Event()
         self._interrupts = 0
+        self._leave_at_s: float | None = None
 
     @property
     def requested(self) -> bool:
@@ -35,6 +37,22 @@ class Stop:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a stop is requested or the time is up; tell whether one is."""
         return self._requested.wait(timeout_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until `leave_in` asks for a stop; None where it was not called."""
+        return None if self._leave_at_s is None else self._leave_at_s - time.monotonic()
+
+    def leave_in(self, seconds: float, reason: str) -> None:
+        """Ask for a stop when so many seconds have passed."""
+        self._leave_at_s = time.monotonic() + seconds
+        if seconds <= 0:
+            self.request(reason)
+            return
+        # a timer takes no longer wait than this
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self.request, args=(reason,))
+        timer.daemon = True
+        timer.start()
 
     @contextmanager
     def on_signals(self, grace_s: float) -> Iterator[None]:

@@ -84,7 +84,7 @@ kv_memory = "8 gb"
 [checkpoint]
 every = 30
 [slurm]
-partition = "x"
+partition = "a b"
 [batchin]
 x = 1
 """
@@ -140,6 +140,7 @@ def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
         ('[input]\npath = "a"\nprompt = "p"\nsplit = "test"', "belong to `dataset`"),
         ('[workers]\ncount = 3\ndevices = ["0", "1"]', "`count` is 3, but `devices` has 2"),
         ('[workers]\ndevices = ["0", "0"]', "`devices` names one twice"),
+        ('[workers]\nengine = "ray"\ndevices = ["0"]', "`devices` are those of this machine"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(job, lines, said):

@@ -35,6 +35,10 @@ class Handed(FakeRequests):
     """A feed that is ended once all is taken."""
 
     ended = FakeRequests.exhausted
+    left_over = False
+
+    def stop_admitting(self):
+        """Nothing is left anyway."""
 
     def errors(self):
         return []
@@ -85,6 +89,18 @@ def test_a_group_is_not_joined_and_waits_for_nobody(guarded):
     assert guard.exhausted
     assert not guard.ended
     assert list(guard.take(100)) == []
+
+
+def test_once_it_stops_admitting_no_suspect_begins_either(guarded):
+    guard = guarded([request(0), request(1)], {0: 6, 1: 6})
+    assert list(guard.take(100)) == []
+    [first] = guard.take(100)
+    guard.stop_admitting()
+    guard.finish([Completion(first.id)])
+    assert list(guard.take(100)) == []
+    assert (guard.exhausted, guard.ended, guard.left_over, guard.wants_more) == (
+        *(True, True, True, False),
+    )
 
 
 def test_a_guilty_row_is_an_error_once_and_is_never_handed_out(guarded):

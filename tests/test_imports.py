@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jobrunner"
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED = {"records", "errors", "config", "user_cache"}
+SHARED = {"records", "errors", "config", "user_cache", "cores"}
 FOLDERS = ("data", "engine", "console", "simulate", "cluster")
 # the simulator drives the scheduler
 MAY_IMPORT = {"simulate": {"engine"}}

@@ -193,7 +193,8 @@ class World:
         state = self.directory.state
         found = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
         # a finished job can still be asked for its status
-        return [name for name in found if name != "job.json" and not name.startswith("status/")]
+        stays = ("job.json", "finished.json", "status/")
+        return [name for name in found if not name.startswith(stays)]
 
 
 def kill() -> None:

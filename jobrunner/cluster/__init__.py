@@ -1,1 +1,1 @@
-"""Start workers where there are devices, and nothing else."""
+"""Start workers: on this machine, with Slurm, or with Ray. Knows nothing of rows or models."""

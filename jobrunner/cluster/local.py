@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from jobrunner.cluster.places import Place
+from jobrunner.cores import WORKERS_VARIABLE
 from jobrunner.errors import ExitCode
 
 # tells a worker that its parent holds the other end of its standard input: see `run_command`
@@ -112,7 +113,12 @@ class Crew:
         try:
             worker.process = subprocess.Popen(
                 list(self._command(number, worker.lives)),
-                env={**os.environ, **place.environment, SUPERVISED: "1"},
+                env={
+                    **os.environ,
+                    **place.environment,
+                    SUPERVISED: "1",
+                    WORKERS_VARIABLE: str(len(self._workers)),
+                },
                 stdin=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from jobrunner.cluster.local import SUPERVISED
 from jobrunner.cluster.places import Place, find_places, visible_gpus
+from jobrunner.cluster.slurm import seconds_left
+from jobrunner.cores import granted_cores
+from jobrunner.errors import DeviceBusyError
 from jobrunner.jobfile import load_settings
 from jobrunner.stop import Stop
 
@@ -25,7 +28,10 @@ def run_command(
 ) -> int:
     """Run the job and return its exit code."""
     settings = load_settings(job, overrides, limit, style)
-    share_the_cores()
+    if settings.workers.engine == "ray":
+        from jobrunner.commands.ray_workers import run_on_ray
+
+        return run_on_ray(settings, job, limit, overrides, retry_errors=retry_errors)
     supervised = SUPERVISED in os.environ
     if not supervised:
         cores = frozenset(os.sched_getaffinity(0))
@@ -37,14 +43,30 @@ def run_command(
                 settings, places, _options(job, limit, overrides), retry_errors=retry_errors
             )
         _take(places[0])
+    # in each worker: it is granted less than the process that starts several
+    share_the_cores()
     stop = Stop()
     with stop.on_signals(settings.checkpoint.grace):
         if supervised:
             _stop_without_parent()
+        leave_in_time(stop, settings.checkpoint.grace)
         # imported late: a mistake in the settings is said, and a signal heard, before that
         from jobrunner.job import run
 
-        return run(settings, retry_errors=retry_errors, stop=stop).exit_code
+        try:
+            return run(settings, retry_errors=retry_errors, stop=stop).exit_code
+        except DeviceBusyError as busy:
+            if settings.progress.style != "off":
+                raise
+            # cron mails every word, and this happens whenever a job takes longer than its interval
+            return busy.exit_code
+
+
+def leave_in_time(stop: Stop, grace_s: float) -> None:
+    """Leave a Slurm job so early that there is time to save before it is ended."""
+    left_s = seconds_left()
+    if left_s is not None:
+        stop.leave_in(left_s - grace_s, "the Slurm job ends soon")
 
 
 def _options(job: Path, limit: int | None, overrides: Sequence[str]) -> list[str]:
@@ -72,11 +94,16 @@ def _stop_without_parent() -> None:
 
 
 def share_the_cores() -> None:
-    """Let idle threads sleep instead of spin, unless the user says otherwise.
+    """Let idle threads sleep instead of spin, and use no more than the cores that are ours.
 
     One other busy process on a machine makes spinning threads slow each other down tenfold.
     OpenMP reads this when torch is imported; tokenizers must not start threads beside it.
+    What the user has set stays.
     """
+    cores = granted_cores()
+    if cores < len(os.sched_getaffinity(0)):
+        # else it is what torch takes by itself
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -40,6 +40,7 @@ class Feed:
         self._ended = False
         self._dry = False
         self._closing = False
+        self._admitting = True
         self._failure: BaseException | None = None
         self._thread = Thread(target=self._pump, args=(batches,), name="feed", daemon=True)
         self._thread.start()
@@ -52,6 +53,8 @@ class Feed:
         """
         with self._changed:
             self._raise_failure()
+            if not self._admitting:
+                return True
             return (self._ended or self._dry) and not self._ready
 
     @property
@@ -59,7 +62,19 @@ class Feed:
         """No request is left and none will come; errors may still be there."""
         with self._changed:
             self._raise_failure()
-            return self._ended and not self._ready
+            return not self._admitting or (self._ended and not self._ready)
+
+    @property
+    def left_over(self) -> bool:
+        """`stop_admitting` kept back requests, or may have."""
+        with self._changed:
+            return not self._admitting and (bool(self._ready) or not self._ended)
+
+    def stop_admitting(self) -> None:
+        """Hand over no more requests: whoever takes them ends those it has."""
+        with self._changed:
+            self._admitting = False
+            self._changed.notify_all()
 
     def drop_unwanted(self) -> None:
         """Forget what is ready of rows that are not wanted any more."""
@@ -73,7 +88,8 @@ class Feed:
         """Hand over at most `limit` requests that are ready now; never blocks."""
         with self._changed:
             self._raise_failure()
-            taken = [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
+            count = min(limit, len(self._ready)) if self._admitting else 0
+            taken = [self._ready.popleft() for _ in range(count)]
             self._tokens -= sum(_tokens(request) for request in taken)
             self._changed.notify_all()
         return taken
@@ -82,7 +98,8 @@ class Feed:
         """Return when a request or an error is there, all is exhausted, or the time is up."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ready or self._errors or self._ended, timeout=timeout_s
+                lambda: self._ready or self._errors or self._ended or not self._admitting,
+                timeout=timeout_s,
             )
             self._raise_failure()
 

@@ -3,6 +3,7 @@
     results/<shard>.parquet      finished shards, for readers; .jsonl, .jsonl.gz, .jsonl.zst
     log.txt metrics.jsonl        for people and dashboards
     .cbjob/job.json              what the run was begun with
+    .cbjob/finished.json         the settings that it was finished with
     .cbjob/parts/<shard>/        finished rows of unfinished shards
     .cbjob/partials/<shard>/     tokens of rows in flight
     .cbjob/retries/<shard>/      which rows of a finished shard run again
@@ -122,6 +123,10 @@ class RunDirectory:
     @property
     def job_file(self) -> Path:
         return self.state / "job.json"
+
+    @property
+    def finished_file(self) -> Path:
+        return self.state / "finished.json"
 
     @property
     def claims(self) -> Path:

@@ -163,8 +163,9 @@ def load_partials(run: RunDirectory, span: Span) -> dict[SampleId, Partial]:
     found: dict[SampleId, Partial] = {}
     for path in _partial_files(run, span):
         try:
-            with reading_own(path):
-                entries = pq.read_table(path).cast(PARTIAL_SCHEMA).to_pylist()
+            # opened once: its worker may put another in its place at any moment
+            with reading_own(path), pq.ParquetFile(path) as file:
+                entries = file.read().cast(PARTIAL_SCHEMA).to_pylist()
         except OSError as error:
             if is_gone(error):
                 # its worker finished the span, or another one saved it anew

@@ -105,15 +105,18 @@ def test_a_signal_reaches_every_worker_and_nobody_starts_again():
     assert crew.codes == [75, 75, 75]
 
 
-def test_a_worker_sees_its_cores_and_its_environment():
+def test_a_worker_sees_its_cores_its_environment_and_how_many_it_shares_the_machine_with():
     heard = []
-    script = "import os, sys; print(os.sched_getaffinity(0), os.environ['GPU'], file=sys.stderr)"
+    script = (
+        "import os, sys; print(os.sched_getaffinity(0), os.environ['GPU'],"
+        " os.environ['CBJOB_WORKERS_HERE'], file=sys.stderr)"
+    )
     place = Place("here", frozenset({CORE}), {"GPU": "7"})
     before = os.sched_getaffinity(0)
-    crew = Crew([place], lambda number, life: [sys.executable, "-c", script])
+    crew = Crew([place, place], lambda number, life: [sys.executable, "-c", script])
     work(crew, 1, heard)
     heard += [(line.worker, line.text) for line in crew.lines(0.1)]
-    assert heard == [(0, f"{{{CORE}}} 7")]
+    assert heard == [(0, f"{{{CORE}}} 7 2")]
     assert os.sched_getaffinity(0) == before
 
 

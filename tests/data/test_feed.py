@@ -287,3 +287,36 @@ def test_rows_that_somebody_else_does_are_dropped_wherever_they_are() -> None:
         feed.drop_unwanted()
         go_on.set()
         assert drain(feed)[0] == [0, 3, 6]
+
+
+def test_a_feed_that_stops_admitting_is_exhausted_and_says_what_it_kept_back() -> None:
+    with Feed(iter([[good(0), good(1), bad(2)]]), max_rows=9, max_tokens=9) as feed:
+        feed.wait(PATIENCE_S)
+        [first] = feed.take(1)
+        assert (first.id.index, feed.exhausted, feed.left_over) == (0, False, False)
+        feed.stop_admitting()
+        feed.wait(PATIENCE_S)
+        assert (feed.exhausted, feed.left_over, list(feed.take(5))) == (True, True, [])
+
+
+def test_a_feed_that_has_handed_over_everything_keeps_nothing_back() -> None:
+    with Feed(iter([[good(0)]]), max_rows=9, max_tokens=9) as feed:
+        assert drain(feed) == ([0], [])
+        feed.stop_admitting()
+        assert (feed.exhausted, feed.left_over) == (True, False)
+
+
+def test_who_waits_for_requests_is_told_that_no_more_are_admitted() -> None:
+    never = threading.Event()
+
+    def blocked() -> Iterator[list[Item]]:
+        never.wait(PATIENCE_S)
+        yield []
+
+    with Feed(blocked(), max_rows=9, max_tokens=9) as feed:
+        waiting = threading.Thread(target=feed.wait, args=(PATIENCE_S,))
+        waiting.start()
+        feed.stop_admitting()
+        waiting.join(PATIENCE_S / 2)
+        assert not waiting.is_alive()
+        never.set()
