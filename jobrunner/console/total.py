@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from jobrunner.console.rows import EXAMPLES
-from jobrunner.console.stats import Snapshot
+from jobrunner.console.stats import BandLatency, Snapshot
 
 Numbers = Mapping[str, Any]
 
@@ -19,7 +19,7 @@ _SUMS = (
     "rows_this_run duplicates output_tokens prompt_tokens steps busy_s prefill_time_s decode_time_s"
     " preemptions tokens_computed prefill_tokens decode_tokens context_tokens tokens_recomputed"
     " tokens_cached recompute_s swapped_blocks swap_s swap_overhead_s stop_rows length_rows"
-    " repetition_rows cost least_time_s"
+    " repetition_rows cost least_time_s attended_tokens"
 ).split()
 # of those that are at work now
 _SUMS_NOW = (
@@ -157,6 +157,7 @@ def _rest(found: Numbers, now: Sequence[Numbers], ever: Sequence[Numbers]) -> di
     cost, rows = found["cost"], found["rows_this_run"]
     return {
         "batch_size_histogram": tuple(histogram),
+        "latency_by_priority": _by_priority(ever),
         "kv_use": _plain_mean(now, "kv_use"),
         "device_utilization": _plain_mean(now or ever, "device_utilization"),
         "device_memory_bytes": found["device_memory_bytes"] or None,
@@ -164,6 +165,22 @@ def _rest(found: Numbers, now: Sequence[Numbers], ever: Sequence[Numbers]) -> di
         "cost_per_row": cost / rows if cost is not None and rows else None,
         "cost_per_million_tokens": cost / (tokens / 1e6) if cost is not None and tokens else None,
     }
+
+
+def _by_priority(numbers: Iterable[Numbers]) -> tuple[BandLatency, ...]:
+    """By priority, too, the worst percentiles of all."""
+    bands: dict[int, list[Numbers]] = {}
+    for each in numbers:
+        for band in each["latency_by_priority"]:
+            bands.setdefault(band["priority"], []).append(band)
+    return tuple(
+        BandLatency(
+            priority,
+            _sum(found, "samples"),
+            *(_most(found, name) for name in ("p50_s", "p95_s", "p99_s")),
+        )
+        for priority, found in sorted(bands.items())
+    )
 
 
 def _known(numbers: Iterable[Numbers], name: str) -> list[Any]:

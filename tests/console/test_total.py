@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobrunner.console.stats import metrics_line
+from jobrunner.console.stats import BandLatency, metrics_line
 from jobrunner.console.total import Total
 
 
@@ -37,6 +37,14 @@ def test_two_workers_add_up_their_work_and_their_speeds(numbers):
     assert whole.eta_s == pytest.approx(numbers["eta_s"] / 2)
     assert whole.decode_mean_s == pytest.approx(numbers["decode_mean_s"])
     assert len(whole.error_examples["null_prompt"]) == 2
+
+
+def test_of_the_latencies_by_priority_the_worst_are_shown(numbers):
+    total = Total()
+    for worker, p95_s in enumerate((3.0, 5.0)):
+        band = {"priority": 1, "samples": 4, "p50_s": 2.0, "p95_s": p95_s, "p99_s": None}
+        total.hear(worker, numbers | {"latency_by_priority": [band]}, 200.0)
+    assert total.snapshot(200.0).latency_by_priority == (BandLatency(1, 8, 2.0, 5.0, None),)
 
 
 def test_the_work_of_a_worker_that_died_still_counts_and_its_speed_does_not(numbers):
