@@ -112,14 +112,18 @@ def run(
                 stop=stop,
             )
     directory = RunDirectory(settings.run_directory, "finished", result_suffix(settings))
+    likely = Identity.of_this_process(device_name(likely_device(settings.model.device)))
     finished = finished_progress(directory, settings)
     if finished is not None and not (retry_errors and finished.tally.error_rows):
         # cron may start a finished job again and again: nothing that takes time is loaded
         with Console(settings.progress.style, settings.progress.every):
             _tell_finished(finished, directory)
+        # what a worker left that died while another one finished the job
+        claims = Claims(directory.claims, directory.temporary, likely)
+        discard_dead_flights(directory, claims.is_dead)
+        claims.sweep()
         return _sum_up(finished, directory)
-    likely = device_name(likely_device(settings.model.device))
-    refuse_busy_device(directory.claims, Identity.of_this_process(likely))
+    refuse_busy_device(directory.claims, likely)
     job = open_job(settings, read_model)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
