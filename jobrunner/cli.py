@@ -110,6 +110,22 @@ def run(
     )
 
 
+@cli.command(short_help="Give JOB to Slurm.")
+@_job
+@click.option("--print", "only_print", is_flag=True, help="Print the script and do nothing.")
+def submit(job: Path, limit: int | None, overrides: tuple[str, ...], only_print: bool) -> int:
+    """Write an sbatch script for JOB into its run directory, submit it, and print the job's id.
+
+    `[slurm]` says what to ask for. The job saves and leaves before its time is up or when it is
+    preempted, and goes on when it starts again.
+
+    Exit codes: 0, or 2 for wrong settings or without Slurm, 74 where sbatch fails.
+    """
+    from jobrunner.commands.submit import submit_command
+
+    return submit_command(job, limit=limit, overrides=overrides, only_print=only_print)
+
+
 @cli.command(short_help="Tell how far JOB is.")
 @_job
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

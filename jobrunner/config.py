@@ -309,11 +309,90 @@ class ProgressTable(Table):
     metrics: bool = False
 
 
+class WorkersTable(Table):
+    """`devices` are GPUs, as `CUDA_VISIBLE_DEVICES` names them, or sets of cores ("0-3")."""
+
+    engine: Literal["local", "ray"] = "local"
+    count: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    devices: Strings = ()
+
+    @model_validator(mode="after")
+    def _a_device_for_each(self) -> WorkersTable:
+        if self.devices and self.count not in ("auto", len(self.devices)):
+            raise ValueError(f"`count` is {self.count}, but `devices` has {len(self.devices)}")
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError("`devices` names one twice")
+        if self.devices and self.engine != "local":
+            raise ValueError("`devices` are those of this machine: `engine` must be local")
+        return self
+
+
+# sbatch options that the script sets itself, or that would make it run something else
+SLURM_OWN = (
+    *("array", "cpus-per-task", "error", "job-name", "no-requeue", "ntasks", "open-mode", "output"),
+    *("requeue", "signal", "time", "chdir", "export", "export-file", "get-user-env", "wrap"),
+)
+SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:=+-]+")
+SLURM_OPTION = re.compile(r"--([a-z][a-z0-9-]*)(=.*)?")
+
+
+def can_quote_for_sbatch(text: str) -> bool:
+    """Whether a text can be one word of an #SBATCH line, between one kind of quotes.
+
+    sbatch drops backslashes, inside quotes too, and knows no other way to spell a quote.
+    """
+    return text.isprintable() and "\\" not in text and not ("'" in text and '"' in text)
+
+
+def _slurm_word(value: str) -> str:
+    if not SLURM_WORD.fullmatch(value):
+        raise ValueError("must be of letters, digits and _ . , : = + -")
+    return value
+
+
+def _slurm_line(value: str) -> str:
+    """One option of sbatch, none of those that decide what runs and where its log goes."""
+    option = SLURM_OPTION.fullmatch(value)
+    if option is None or not can_quote_for_sbatch(value):
+        raise ValueError(
+            'must be one option of sbatch, such as "--constraint=a100", without backslashes,'
+            " control characters, or both kinds of quotes"
+        )
+    # sbatch takes a beginning of a name for the name
+    own = next((name for name in SLURM_OWN if name.startswith(option[1])), None)
+    if own is not None:
+        raise ValueError(f"`--{own}` is not for `lines`: `cbjob submit` decides it")
+    return value
+
+
+SlurmWord = Annotated[str, AfterValidator(_slurm_word)]
+SlurmLine = Annotated[str, AfterValidator(_slurm_line)]
+
+
+class SlurmTable(Table):
+    """What `cbjob submit` asks of Slurm. `array` jobs, each of `tasks` workers, share the rows;
+    with `requeue` a job that leaves early puts itself into the queue again."""
+
+    partition: SlurmWord | None = None
+    account: SlurmWord | None = None
+    gres: SlurmWord | None = None
+    time: Duration | None = None
+    cpus: Positive | None = None
+    array: Positive = 1
+    tasks: Positive = 1
+    requeue: bool = True
+    lines: Annotated[
+        tuple[SlurmLine, ...], BeforeValidator(_tuple, json_schema_input_type=str | tuple[str, ...])
+    ] = ()
+
+
+# Slurm looks at times about twice a minute, and a start takes its time
+SLURM_LEAST_S = 120.0
+
+
 NOT_YET: dict[str, frozenset[str]] = {
     "model": frozenset({"allow_unsafe_weights"}),
     "batching": frozenset("max_step".split()),
-    "workers": frozenset({"engine", "count", "devices"}),
-    "slurm": frozenset({"partition", "account", "gres", "time", "lines"}),
 }
 
 
@@ -329,6 +408,8 @@ class Settings(Table):
     checkpoint: CheckpointTable = CheckpointTable()
     errors: ErrorsTable = ErrorsTable()
     progress: ProgressTable = ProgressTable()
+    workers: WorkersTable = WorkersTable()
+    slurm: SlurmTable = SlurmTable()
     folder: Path = Field(default_factory=Path.cwd)
     limit: Positive | None = None
 
@@ -345,6 +426,16 @@ class Settings(Table):
         if wrong := [key for key in unused if key in output.model_fields_set]:
             raise ValueError(
                 f"the answers to an OpenAI batch have a form of their own: drop `output.{wrong[0]}`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _slurm_leaves_time_to_work(self) -> Settings:
+        time_s, grace_s = self.slurm.time, self.checkpoint.grace
+        if time_s is not None and time_s < grace_s + SLURM_LEAST_S:
+            raise ValueError(
+                f"`slurm.time` of {time_s:g} s leaves no time to work: it must be at least"
+                f" {SLURM_LEAST_S:g} s over `checkpoint.grace` of {grace_s:g} s"
             )
         return self
 

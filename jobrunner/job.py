@@ -20,9 +20,16 @@ from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Stats, Totals
+from jobrunner.console.stats import Stats, Totals, no_device_memory
 from jobrunner.console.view import summary
-from jobrunner.data.claims import Claims, Identity, device_name, holding_device
+from jobrunner.data.claims import (
+    Claims,
+    Identity,
+    device_name,
+    holding_device,
+    likely_device,
+    refuse_busy_device,
+)
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
 from jobrunner.data.input.shards import check_unchanged
@@ -37,10 +44,14 @@ from jobrunner.data.results.parts import Results, Tally
 from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
+from jobrunner.data.suspects import Flight, Suspects, discard_dead_flights
+from jobrunner.deadline import Deadline
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
 from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
-from jobrunner.opening import Job, load_engine, open_job
+from jobrunner.finished import finished_progress, remember_finished
+from jobrunner.guard import Guard
+from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
 from jobrunner.stop import Stop
 
@@ -53,6 +64,8 @@ log = logging.getLogger("cbjob")
 # tokenised rows that wait between the feed and the engine, beside the engine's own window
 WINDOW_ROWS = 256
 WINDOW_TOKENS = 1_000_000
+# how long a turn may last when there is nothing to do
+IDLE_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +78,8 @@ class Summary:
     results: Path
 
 
+# why a worker leaves that would not end more rows in the time it has
+TIME_IS_UP = "the time that this worker has is nearly up"
 OpenEngine = Callable[[Job], Engine]
 Observe = Callable[[Step], None]
 
@@ -74,15 +89,16 @@ def run(
     *,
     retry_errors: bool = False,
     open_engine: OpenEngine = load_engine,
+    read_model: ReadModel = read_model,
     observe: Observe = lambda step: None,
     stop: Stop | None = None,
 ) -> Summary:
     """Run a job to its end, or until a signal or `stop` asks to leave early.
 
     Run it again on the same run directory and it goes on; with `retry_errors` the rows that
-    became errors run again too. `open_engine` replaces the model, `observe` is shown every step;
-    whoever gives a `stop` handles signals itself. Raises JobError; what is committed stays
-    committed.
+    became errors run again too. `open_engine` and `read_model` replace the model, `observe` is
+    shown every step; whoever gives a `stop` handles signals itself. Raises JobError; what is
+    committed stays committed.
     """
     if stop is None:
         stop = Stop()
@@ -91,10 +107,24 @@ def run(
                 settings,
                 retry_errors=retry_errors,
                 open_engine=open_engine,
+                read_model=read_model,
                 observe=observe,
                 stop=stop,
             )
-    job = open_job(settings)
+    directory = RunDirectory(settings.run_directory, "finished", result_suffix(settings))
+    likely = Identity.of_this_process(device_name(likely_device(settings.model.device)))
+    finished = finished_progress(directory, settings)
+    if finished is not None and not (retry_errors and finished.tally.error_rows):
+        # cron may start a finished job again and again: nothing that takes time is loaded
+        with Console(settings.progress.style, settings.progress.every):
+            _tell_finished(finished, directory)
+        # what a worker left that died while another one finished the job
+        claims = Claims(directory.claims, directory.temporary, likely)
+        discard_dead_flights(directory, claims.is_dead)
+        claims.sweep()
+        return _sum_up(finished, directory)
+    refuse_busy_device(directory.claims, likely)
+    job = open_job(settings, read_model)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
     _create(directory)
@@ -108,12 +138,14 @@ def run(
     ):
         claims.sweep()
         clean_up(directory, job.input.shards, claims.is_dead)
+        suspects = Suspects(directory, identity)
         if retry_errors:
+            suspects.look()
+            suspects.forget()
             log.info("error rows that run again: %s", f"{_retry(directory, job, claims):,}")
         progress = Progress(directory, {s.name: s.rows for s in job.input.shards.values()})
         if progress.complete:
-            log.info("every row is done: %s", progress.tally)
-            log.info("results are in %s", directory.results)
+            _tell_finished(progress, directory)
         elif stop.requested:
             log.info("%s: stopped before the first step", stop.reason)
         else:
@@ -126,11 +158,20 @@ def run(
                 merge=partial(_merge, job, directory, _provenance(job, fingerprint)),
                 check_input=partial(_check_input, job),
             )
-            _work(job, ledger, progress, console, stop, open_engine, observe)
+            flight = Flight(directory, identity)
+            _work(job, ledger, progress, console, stop, open_engine, observe, flight, suspects)
         if progress.complete:
             # what another worker wrote while this one merged
             clean_up(directory, job.input.shards, claims.is_dead)
+            discard_dead_flights(directory, claims.is_dead)
+            suspects.forget()
+            remember_finished(directory, settings)
         return _sum_up(progress, directory)
+
+
+def _tell_finished(progress: Progress, directory: RunDirectory) -> None:
+    log.info("every row is done: %s", progress.tally)
+    log.info("results are in %s", directory.results)
 
 
 def _work(
@@ -141,6 +182,8 @@ def _work(
     stop: Stop,
     open_engine: OpenEngine,
     observe: Observe,
+    flight: Flight,
+    suspects: Suspects,
 ) -> None:
     """Claim, read, generate and commit until nothing is left or a stop is asked for."""
     settings = job.settings
@@ -148,6 +191,7 @@ def _work(
     tally = progress.tally
     limits = ErrorLimits(settings.errors, tally.rows, tally.error_rows)
     limits.raise_if_passed()
+    deadline = Deadline(settings.checkpoint.grace)
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
         rates = _measure(job)
@@ -156,13 +200,18 @@ def _work(
         gc.freeze()
         stats = _stats(job, progress, rates)
         due = _Every(settings.checkpoint.every)
-        requests = _requests(job, ledger, reader, stats, stop)
-        with Feed(requests, max_rows=WINDOW_ROWS, max_tokens=WINDOW_TOKENS) as feed:
-            for step in engine.run(_replayed(feed, job)):
+        requests = _requests(job, ledger, suspects, reader, stats, stop)
+        with Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted) as feed, flight:
+            guard = Guard(feed, ledger, flight, suspects)
+            for step in _turns(engine, guard, _replayed(guard, job)):
+                guard.finish(step.completions)
                 _finish(step.completions, job, ledger, limits)
-                _fail(feed.errors(), ledger, limits, stats)
+                _fail(guard.errors(), ledger, limits, stats)
                 stats.observe(step, time.monotonic())
                 observe(step)
+                deadline.observe(step.completions)
+                if deadline.too_late(stop.left_s):
+                    guard.stop_admitting()
                 if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
@@ -170,10 +219,15 @@ def _work(
                     ledger.checkpoint(engine.partials())
                     _count_others(stats, progress)
                 _tell_merged(ledger.tick())
+                if ledger.share(idle=guard.wants_more and step.waiting == 0):
+                    feed.drop_unwanted()
                 console.update(stats)
-            _fail(feed.errors(), ledger, limits, stats)
-        in_flight = engine.partials()
-        ledger.checkpoint(in_flight)
+            _fail(guard.errors(), ledger, limits, stats)
+            in_flight = engine.partials()
+            ledger.checkpoint(in_flight)
+            # the feed may not have heard yet that these rows were the last
+            if guard.left_over and progress.rows_done < progress.rows:
+                stop.request(TIME_IS_UP)
         if stop.requested:
             _tell_stopped(stop, progress, in_flight)
         elif not limits.passed:
@@ -189,9 +243,23 @@ def _work(
     limits.raise_if_passed()
 
 
-def _replayed(feed: Feed, job: Job) -> Requests:
+def _turns(engine: Engine, guard: Guard, requests: Requests) -> Iterator[Step]:
+    """Let the engine go on until nothing can come any more, not only until nothing is there.
+
+    While other workers hold what is left, it need not wait for them to fill a batch.
+    """
+    while True:
+        yield from engine.run(requests)
+        if guard.ended:
+            return
+        # the caller commits what is finished, which may be the last that is left
+        yield Step()
+        guard.wait(IDLE_WAIT_S)
+
+
+def _replayed(requests: Requests, job: Job) -> Requests:
     """Hold rows back until they arrive, where the input says when that is."""
-    return feed if job.settings.input.arrival is None else Arrivals(feed)
+    return requests if job.settings.input.arrival is None else Arrivals(requests)
 
 
 def _retry(directory: RunDirectory, job: Job, claims: Claims) -> int:
@@ -219,8 +287,6 @@ def _measure(job: Job) -> Rates | None:
 
 
 def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
-    from jobrunner.engine.machine import device_memory_bytes
-
     size = job.settings.batching.max_batch_size
     return Stats(
         _totals(progress, job),
@@ -228,8 +294,16 @@ def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
         started_s=time.monotonic(),
         price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
         limits=None if rates is None else machine_limits(job.model, rates),
-        device_memory=partial(device_memory_bytes, job.device),
+        device_memory=_device_memory(job.device),
     )
+
+
+def _device_memory(device: str) -> Callable[[], int | None]:
+    if device == "cpu":
+        return no_device_memory
+    from jobrunner.engine.machine import device_memory_bytes
+
+    return partial(device_memory_bytes, device)
 
 
 def machine_limits(model: ModelInfo, rates: Rates) -> MachineLimits:
@@ -284,7 +358,7 @@ def _spelled(values: Mapping[str, object]) -> str:
 
 
 def _requests(
-    job: Job, ledger: Ledger, reader: Reader, stats: Stats, stop: Stop
+    job: Job, ledger: Ledger, suspects: Suspects, reader: Reader, stats: Stats, stop: Stop
 ) -> Iterator[list[Request | Completion]]:
     """Claim spans and turn their rows into requests; pulled by the feed's thread."""
     for assignment in ledger.assignments(stop.wait):
@@ -292,9 +366,15 @@ def _requests(
             # a chance for the feed to end while other workers hold what is left
             yield []
             continue
+        # what is taken over from a worker that died may be what it died of
+        suspects.look()
         stats.shard_started(assignment.span.shard)
         for rows in reader.read(assignment.span, skip=assignment.done):
-            yield job.prompts.encode(rows, assignment.partials)
+            mine = [row for row in rows if ledger.wanted(row.id)]
+            if not mine:
+                # the rest of the span was given away
+                break
+            yield job.prompts.encode(mine, assignment.partials)
 
 
 def _finish(

@@ -134,16 +134,13 @@ def _key_problems(
         if table in tables and not isinstance(entries, dict):
             problems.append(f"  `{table}` in `{path}` = {_toml(entries)}: must be a table")
             continue
-        if table not in tables and table not in NOT_YET:
+        if table not in tables:
             names = entries if isinstance(entries, dict) else ()
             where = next(
                 (sources[f"{table}.{n}"] for n in names if f"{table}.{n}" in sources), path
             )
             nearest = _nearest(table, list(tables))
             problems.append(f"  unknown table `{table}` in `{where}`{nearest}")
-            continue
-        if table not in tables:
-            problems.append(f"  `[{table}]` in `{path}` is not yet supported")
             continue
         known = tables[table].model_fields
         later = NOT_YET.get(table, frozenset())

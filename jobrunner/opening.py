@@ -5,6 +5,7 @@ Everything but the weights is checked on the way; `load` brings those in.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from jobrunner.records import Engine
 
 if TYPE_CHECKING:
     from jobrunner.engine.loading import LoadedEngine, ModelInfo
+
+
+ReadModel = Callable[[Settings, Path], "ModelInfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +85,27 @@ class Job:
         }
 
 
-def open_job(settings: Settings) -> Job:
-    """Bring settings, input and model together. Everything but the weights is checked here."""
+def read_model(settings: Settings, folder: Path) -> ModelInfo:
+    """Read what is known of the model in a folder before its weights are."""
     from jobrunner.engine.loading import read_model_info
 
-    job_input = open_input(settings)
-    folder = resolve_model(settings.model.name, settings.folder, settings.model.revision)
-    info = read_model_info(
+    return read_model_info(
         folder,
         device=settings.model.device,
         dtype=settings.model.dtype,
         max_model_len=settings.model.max_model_len,
         block_size=settings.batching.block_size,
     )
+
+
+def open_job(settings: Settings, read_model: ReadModel = read_model) -> Job:
+    """Bring settings, input and model together. Everything but the weights is checked here.
+
+    `read_model` replaces what reads the model's configuration, and loads torch for it.
+    """
+    job_input = open_input(settings)
+    folder = resolve_model(settings.model.name, settings.folder, settings.model.revision)
+    info = read_model(settings, folder)
     prompts = Prompts(
         folder,
         input=settings.input,

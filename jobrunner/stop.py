@@ -1,4 +1,4 @@
-"""Signals and the grace time -> one flag that the loop looks at every step."""
+"""Signals, the end of a time limit, the grace time -> one flag that the loop looks at."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from jobrunner.errors import ExitCode
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class Stop:
@@ -22,6 +23,7 @@ class Stop:
         self.reason = ""
         self._requested = threading.Event()
         self._interrupts = 0
+        self._leave_at_s: float | None = None
 
     @property
     def requested(self) -> bool:
@@ -35,6 +37,22 @@ class Stop:
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a stop is requested or the time is up; tell whether one is."""
         return self._requested.wait(timeout_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """The seconds until `leave_in` asks for a stop; None where it was not called."""
+        return None if self._leave_at_s is None else self._leave_at_s - time.monotonic()
+
+    def leave_in(self, seconds: float, reason: str) -> None:
+        """Ask for a stop when so many seconds have passed."""
+        self._leave_at_s = time.monotonic() + seconds
+        if seconds <= 0:
+            self.request(reason)
+            return
+        # a timer takes no longer wait than this
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self.request, args=(reason,))
+        timer.daemon = True
+        timer.start()
 
     @contextmanager
     def on_signals(self, grace_s: float) -> Iterator[None]:
@@ -61,14 +79,16 @@ class Stop:
         os.set_blocking(writer, False)
 
         def cut_off_after_grace() -> None:
-            while heard := os.read(reader, 1):
-                if heard[0] in SIGNALS and not finished.wait(grace_s):
+            while came := os.read(reader, 1):
+                if came[0] in SIGNALS and not finished.wait(grace_s):
                     _cut_off(grace_s)
 
         guard = threading.Thread(target=cut_off_after_grace, name="grace", daemon=True)
         guard.start()
         earlier_pipe = signal.set_wakeup_fd(writer)
-        before = {signum: signal.signal(signum, handle) for signum in SIGNALS}
+        # one that nohup made ignored stays so
+        heard = [signum for signum in SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+        before = {signum: signal.signal(signum, handle) for signum in heard}
         try:
             yield
         finally:

@@ -30,7 +30,7 @@ class FakeRunner:
     the token at that place is `stop_id` and none before it is; without, `stop_id` comes as
     often as any other id. Of the sampling, `min_new_tokens` holds back the stop ids,
     `temperature` brings in the draw key, and `logprobs` are made up. `before_step` is called
-    before each step.
+    before each step, `before_plan` with what it will compute.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class FakeRunner:
         stop_id: int = 0,
         output_length: OutputLength | None = None,
         before_step: Callable[[], None] | None = None,
+        before_plan: Callable[[Plan], None] | None = None,
     ) -> None:
         self.block_size = block_size
         self.steps = 0
@@ -50,6 +51,7 @@ class FakeRunner:
         self._stop_id = stop_id
         self._output_length = output_length
         self._before_step = before_step
+        self._before_plan = before_plan
         self._memory: dict[int, array[int]] = {}
         self._host_memory: dict[int, array[int]] = {}
 
@@ -57,6 +59,8 @@ class FakeRunner:
         """Compute the chunks of a plan; return one token per sampling chunk."""
         if self._before_step is not None:
             self._before_step()
+        if self._before_plan is not None:
+            self._before_plan(plan)
         self.steps += 1
         for copy in plan.copies:
             self._copy(copy)

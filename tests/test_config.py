@@ -83,8 +83,8 @@ token_budget = 4
 kv_memory = "8 gb"
 [checkpoint]
 every = 30
-[workers]
-count = 3
+[slurm]
+partition = "a b"
 [batchin]
 x = 1
 """
@@ -138,6 +138,9 @@ def test_a_key_whose_feature_comes_later_is_refused_as_not_yet(job, table, key):
         ('[input]\npath = "a"\ntoken_ids = "t"\nprefill = "x"', "drop `prefill`"),
         ('[input]\npath = "a"\nprompt = ""', "at least 1 character"),
         ('[input]\npath = "a"\nprompt = "p"\nsplit = "test"', "belong to `dataset`"),
+        ('[workers]\ncount = 3\ndevices = ["0", "1"]', "`count` is 3, but `devices` has 2"),
+        ('[workers]\ndevices = ["0", "0"]', "`devices` names one twice"),
+        ('[workers]\nengine = "ray"\ndevices = ["0"]', "`devices` are those of this machine"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(job, lines, said):

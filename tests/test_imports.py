@@ -7,8 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jobrunner"
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED = {"records", "errors", "config", "user_cache"}
-FOLDERS = ("data", "engine", "console", "simulate")
+SHARED = {"records", "errors", "config", "user_cache", "cores"}
+FOLDERS = ("data", "engine", "console", "simulate", "cluster")
 # the simulator drives the scheduler
 MAY_IMPORT = {"simulate": {"engine"}}
 NO_TORCH = (
@@ -41,7 +41,7 @@ def test_folders_import_only_themselves_and_what_is_shared(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_decisions_and_files_know_nothing_of_torch(path):
     relative = path.relative_to(PACKAGE)
-    if relative.parts[0] in ("data", "console", "simulate") or relative.stem in NO_TORCH:
+    if relative.parts[0] in ("data", "console", "simulate", "cluster") or relative.stem in NO_TORCH:
         assert "torch" not in {name.split(".")[0] for name in imports(path)}
 
 

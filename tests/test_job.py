@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data import layout
-from jobrunner.data.claims import device_name
+from jobrunner.data.claims import Claims, Identity, device_name
 from jobrunner.data.input import sources
 from jobrunner.data.progress import Progress
+from jobrunner.engine.policies import Static
 from jobrunner.errors import (
     ConfigError,
     DeviceBusyError,
@@ -323,6 +325,25 @@ def test_case_F_workers_on_other_devices_join_in_and_none_waits_for_a_checkpoint
     assert full_world.results() == reference[0]
     assert full_world.problems() == []
     assert full_world.leftovers() == []
+
+
+def test_half_a_static_batch_does_not_wait_for_what_another_worker_holds(full_world):
+    directory = full_world.directory
+    directory.create()
+    # alive, as this process is, and slow
+    slow = replace(Identity.of_this_process("elsewhere"), token="other")
+    claims = Claims(directory.claims, directory.temporary, slow)
+    assert claims.acquire("spans/d.parquet/000000000000")
+    stop, answered, idle = Stop(), set(), itertools.count()
+
+    def observe(step):
+        answered.update(completion.id for completion in step.completions)
+        if len(answered) == 24 + 17:
+            stop.request("all but the other's rows are there")
+        assert not step.idle or next(idle) < 100, "the rest of a batch waits for company"
+
+    full_world.run(observe=observe, stop=stop, policy=Static())
+    assert {row.shard for row in answered} == {"a.parquet", "b/c.parquet"}
 
 
 def test_a_killed_workers_rows_are_taken_over_by_one_that_waits(full_world, reference):

@@ -68,3 +68,15 @@ def test_the_grace_time_runs_while_a_library_is_busy():
     )
     assert done.returncode == 75
     assert "grace time of 0.2 s" in done.stderr
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = Stop()
+    try:
+        with stop.on_signals(grace_s=60):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.wait(0.05)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

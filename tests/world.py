@@ -18,6 +18,8 @@ from jobrunner.config import Settings
 from jobrunner.data.layout import RunDirectory
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
+from jobrunner.engine.plan import Plan
+from jobrunner.engine.policies import Policy
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.job import Summary
 from jobrunner.jobfile import load_settings
@@ -54,20 +56,28 @@ def output_length(prompt: Sequence[int]) -> int:
 
 
 def fake_engine(
-    *, batch: int = 8, blocks: int = 64, before_step: Callable[[], None] | None = None
+    *,
+    batch: int = 8,
+    blocks: int = 64,
+    lookahead: int = 16,
+    policy: Policy | None = None,
+    before_step: Callable[[], None] | None = None,
+    before_plan: Callable[[Plan], None] | None = None,
 ) -> Callable[[Job], Engine]:
     """An engine whose model is a hash of the context."""
 
     def open_engine(job: Job) -> Engine:
-        limits = Limits(max_batch_size=batch, token_budget=64, chunk_size=32, lookahead=16)
+        limits = Limits(max_batch_size=batch, token_budget=64, chunk_size=32, lookahead=lookahead)
         runner = FakeRunner(
             8,
             vocabulary=ANSWERS,
             stop_id=END,
             output_length=output_length,
             before_step=before_step,
+            before_plan=before_plan,
         )
-        return Engine(Scheduler(Blocks(blocks, 8), limits, job.prompts.open_text), runner)
+        scheduler = Scheduler(Blocks(blocks, 8), limits, job.prompts.open_text, policy=policy)
+        return Engine(scheduler, runner)
 
     return open_engine
 
@@ -183,7 +193,8 @@ class World:
         state = self.directory.state
         found = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
         # a finished job can still be asked for its status
-        return [name for name in found if name != "job.json" and not name.startswith("status/")]
+        stays = ("job.json", "finished.json", "status/")
+        return [name for name in found if not name.startswith(stays)]
 
 
 def kill() -> None:

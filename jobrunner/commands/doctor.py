@@ -28,6 +28,7 @@ from jobrunner.commands.doctor_view import as_json, text_lines
 from jobrunner.commands.run import share_the_cores
 from jobrunner.config import BatchingTable, ModelTable
 from jobrunner.console.machine import MachineLimits
+from jobrunner.cores import granted_cores
 from jobrunner.data.models import resolve_model
 from jobrunner.errors import JobError
 from jobrunner.jobfile import load_settings
@@ -133,7 +134,7 @@ def machine_facts() -> Machine:
         memory_bytes=pages * page_bytes,
         free_bytes=available_memory(),
         cores_present=os.cpu_count() or 1,
-        cores_allowed=len(os.sched_getaffinity(0)),
+        cores_allowed=granted_cores(),
         threads=torch.get_num_threads(),
         torch=torch.__version__,
         busy_cores=os.getloadavg()[0],

@@ -17,6 +17,8 @@ TABLES_HELP = {
     "checkpoint": "how much work a kill may cost",
     "errors": "when error rows stop the job (exit 4, it can go on)",
     "progress": "what is shown and logged while the job runs",
+    "workers": "the processes that share the job",
+    "slurm": "what `cbjob submit` asks of Slurm",
 }
 
 KEYS: Mapping[str, Mapping[str, str]] = {
@@ -117,6 +119,22 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "style": '"auto" is rich on a terminal, else plain',
         "metrics": "write metrics.jsonl into the run directory",
     },
+    "workers": {
+        "engine": '"local" starts them here, "ray" places them on the machines of a Ray cluster',
+        "count": '"auto" is one for each GPU, or one on the CPU',
+        "devices": 'GPUs such as "0" or sets of cores such as "0-3", one for each worker',
+    },
+    "slurm": {
+        "partition": "where the job is queued",
+        "account": "whom it is charged to",
+        "gres": "what each job needs beside cores",
+        "time": "the time limit of each start; the job goes on in the next one",
+        "cpus": "cores of each worker",
+        "array": "so many jobs share the rows, each starts as soon as there is room",
+        "tasks": "workers in each of these jobs, which start together",
+        "requeue": "queue again what had to leave early; false leaves it to RequeueExit=75",
+        "lines": "more options of sbatch, one a text",
+    },
 }
 
 EXAMPLES: Mapping[str, str] = {
@@ -141,6 +159,12 @@ EXAMPLES: Mapping[str, str] = {
     "generation.seed": "0",
     "batching.preferred_batch_size": "8",
     "errors.max_count": "100",
+    "workers.devices": '["0", "1"]',
+    "slurm.partition": '"gpu"',
+    "slurm.account": '"research"',
+    "slurm.gres": '"gpu:1"',
+    "slurm.time": '"4h"',
+    "slurm.cpus": "8",
 }
 # what every job has to say
 REQUIRED = ("input.path", "input.prompt", "output.path", "model.name")

@@ -233,7 +233,7 @@ def _strays(run: RunDirectory, job_input: Input, unfinished: bool) -> Iterator[s
     if not unfinished:
         # what stays: the record of the job, the spooled input, what workers last said of
         # themselves and of result files, and the devices of workers that are just leaving
-        stays = {run.job_file, *(run.tally(shard) for shard in job_input.shards)}
+        stays = {run.job_file, run.finished_file, *(run.tally(shard) for shard in job_input.shards)}
         folders = (run.status, run.state / "input", run.claims / "devices")
         for path in sorted(run.state.rglob("*")):
             stays_there = path in stays or any(path.is_relative_to(folder) for folder in folders)

@@ -8,14 +8,24 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Protocol, Self, TextIO
 
 from jobrunner.console.displays import Display, Style, display
 from jobrunner.console.files import Metrics, StatusFile
-from jobrunner.console.stats import Snapshot, Stats
+from jobrunner.console.stats import Snapshot
 
 REFRESH_S = 0.25
 _LOGGER = logging.getLogger("cbjob")
+
+
+class Numbers(Protocol):
+    """What is shown: the numbers of one worker, or of several together."""
+
+    def snapshot(self, now_s: float) -> Snapshot:
+        """The numbers at this moment."""
+
+    def ended(self) -> None:
+        """Take note that nothing runs any more."""
 
 
 class Console:
@@ -67,7 +77,7 @@ class Console:
         if self._metrics is not None:
             self._metrics.close()
 
-    def update(self, stats: Stats) -> None:
+    def update(self, stats: Numbers) -> None:
         """Show and log what is due; called every step, it mostly only looks at the clock."""
         now_s = self._clock()
         refresh = self._screen.live and now_s >= self._refresh_due_s
@@ -86,13 +96,18 @@ class Console:
             self._status_due_s = self._line_due_s
             self._write_status(snapshot)
 
-    def finish(self, stats: Stats, summary_text: str) -> None:
+    def finish(self, stats: Numbers, summary_text: str) -> None:
         """Show and log the last numbers, then the summary below them; nothing runs any more."""
         stats.ended()
         snapshot = stats.snapshot(self._clock())
         self._log_metrics(snapshot)
         self._write_status(snapshot)
         self._screen.finish(snapshot, summary_text)
+
+    def say(self, level: str, text: str) -> None:
+        """Show what another process said, as a log record of this one would be."""
+        if not self._screen.quiet or level not in ("debug", "info"):
+            self._screen.log(level, text)
 
     def _log_metrics(self, snapshot: Snapshot) -> None:
         if self._metrics is not None:

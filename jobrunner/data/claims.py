@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
+# set by whoever starts several workers that may use the same cores
+TASK_VARIABLE = "CBJOB_TASK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,28 +236,72 @@ def holding_device(claims: Claims, identity: Identity) -> Iterator[None]:
 
     Raises DeviceBusyError where another worker of the job has the device of this host.
     """
-    name = f"devices/{identity.host}/{identity.device}"
+    name = _device_claim(identity)
     if not claims.acquire(name, exclusive=True):
-        holder = claims.holder(name)
-        pid = f" (process {holder.pid})" if holder else ""
-        raise DeviceBusyError(
-            f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
-            hint="let it finish; a worker on another device or machine may join in",
-        )
+        raise _busy(identity, claims.holder(name))
     try:
         yield
     finally:
         claims.release(name)
 
 
+def refuse_busy_device(folder: Path, identity: Identity) -> None:
+    """Refuse a device whose holder is seen to be alive, before anything is loaded.
+
+    Only looks, and leaves what it cannot see to `holding_device`. Raises DeviceBusyError.
+    """
+    try:
+        holder = read_identity(folder / f"{_device_claim(identity)}.json")
+    except NotADirectoryError:
+        # whoever makes the run directory says so
+        return
+    if holder is not None and identity.knows_alive(holder):
+        raise _busy(identity, holder)
+
+
+def _device_claim(identity: Identity) -> str:
+    return f"devices/{identity.host}/{identity.device}"
+
+
+def _busy(identity: Identity, holder: Identity | None) -> DeviceBusyError:
+    pid = f" (process {holder.pid})" if holder else ""
+    return DeviceBusyError(
+        f"another worker of this job{pid} already runs on {identity.device} of {identity.host}",
+        hint="let it finish; a worker on another device or machine may join in",
+    )
+
+
+def likely_device(device: str, driver: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The device that `model.device` comes to, as far as it can be told without torch."""
+    if device == "auto":
+        return "cuda" if driver.exists() else "cpu"
+    return device
+
+
 def device_name(device: str) -> str:
-    """Name the device that this process uses: on a CPU the set of cores it may run on."""
+    """Name the device that this process uses: on a CPU the set of cores it may run on.
+
+    Slurm gives each task devices of its own that may bear the same number everywhere, or cores
+    without binding the task to them: there the name says which task it is, and so it does where
+    `TASK_VARIABLE` is set.
+    """
+    task = _slurm_task(os.environ)
+    if named := os.environ.get(TASK_VARIABLE):
+        task += f"-{named}"
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         digest = hashlib.blake2b(repr(cores).encode(), digest_size=4).hexdigest()
-        return f"cpu-{len(cores)}-cores-{digest}"
+        return f"cpu-{len(cores)}-cores-{digest}{task}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    return f"{device}-{visible}"
+    return f"{device}-{visible}{task}"
+
+
+def _slurm_task(environ: Mapping[str, str]) -> str:
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
+    numbers = [environ.get(name, "") for name in names]
+    if not numbers[0].isdigit():
+        return ""
+    return "-slurm-" + "-".join(number for number in numbers if number.isdigit())
 
 
 def read_identity(path: Path) -> Identity | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from threading import Condition, Thread
 
-from jobrunner.records import Completion, Request
+from jobrunner.records import Completion, Request, RowId
 
 
 class Feed:
@@ -14,15 +14,23 @@ class Feed:
 
     `batches` is pulled on that thread until the window holds `max_rows` rows or `max_tokens`
     tokens; a request bigger than that passes when the window is empty. While `batches` waits
-    for something it should yield empty lists, so that `close` is prompt. Rows that failed in
-    preparation count as rows until `errors` hands them over.
+    for something it should yield empty lists, so that `close` is prompt, and so that the engine
+    does not wait for company of the rows it has. Rows that failed in preparation count as rows
+    until `errors` hands them over.
+
+    `wanted` tells, at any moment, which rows others have not taken over meanwhile.
 
     Whatever the thread raises is raised by the next call here. Call it from one thread.
     """
 
     def __init__(
-        self, batches: Iterator[list[Request | Completion]], max_rows: int, max_tokens: int
+        self,
+        batches: Iterator[list[Request | Completion]],
+        max_rows: int,
+        max_tokens: int,
+        wanted: Callable[[RowId], bool] = lambda row: True,
     ) -> None:
+        self._wanted = wanted
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._changed = Condition()
@@ -30,23 +38,58 @@ class Feed:
         self._errors: list[Completion] = []
         self._tokens = 0
         self._ended = False
+        self._dry = False
         self._closing = False
+        self._admitting = True
         self._failure: BaseException | None = None
         self._thread = Thread(target=self._pump, args=(batches,), name="feed", daemon=True)
         self._thread.start()
 
     @property
     def exhausted(self) -> bool:
+        """No request is left, and none is known to come; errors may still be there.
+
+        What other workers hold may come later: `ended` tells when nothing can.
+        """
+        with self._changed:
+            self._raise_failure()
+            if not self._admitting:
+                return True
+            return (self._ended or self._dry) and not self._ready
+
+    @property
+    def ended(self) -> bool:
         """No request is left and none will come; errors may still be there."""
         with self._changed:
             self._raise_failure()
-            return self._ended and not self._ready
+            return not self._admitting or (self._ended and not self._ready)
+
+    @property
+    def left_over(self) -> bool:
+        """`stop_admitting` kept back requests, or may have."""
+        with self._changed:
+            return not self._admitting and (bool(self._ready) or not self._ended)
+
+    def stop_admitting(self) -> None:
+        """Hand over no more requests: whoever takes them ends those it has."""
+        with self._changed:
+            self._admitting = False
+            self._changed.notify_all()
+
+    def drop_unwanted(self) -> None:
+        """Forget what is ready of rows that are not wanted any more."""
+        with self._changed:
+            self._ready = deque(r for r in self._ready if self._wanted(r.id))
+            self._errors = [c for c in self._errors if self._wanted(c.id)]
+            self._tokens = sum(map(_tokens, self._ready))
+            self._changed.notify_all()
 
     def take(self, limit: int) -> Iterable[Request]:
         """Hand over at most `limit` requests that are ready now; never blocks."""
         with self._changed:
             self._raise_failure()
-            taken = [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
+            count = min(limit, len(self._ready)) if self._admitting else 0
+            taken = [self._ready.popleft() for _ in range(count)]
             self._tokens -= sum(_tokens(request) for request in taken)
             self._changed.notify_all()
         return taken
@@ -55,7 +98,8 @@ class Feed:
         """Return when a request or an error is there, all is exhausted, or the time is up."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ready or self._errors or self._ended, timeout=timeout_s
+                lambda: self._ready or self._errors or self._ended or not self._admitting,
+                timeout=timeout_s,
             )
             self._raise_failure()
 
@@ -96,11 +140,14 @@ class Feed:
     def _put(self, batch: list[Request | Completion]) -> bool:
         """Put a batch into the window, waiting for room; False when the feed is closing."""
         with self._changed:
+            self._dry = not batch
             for item in batch:
                 while not self._closing and not self._has_room(item):
                     self._changed.wait()
                 if self._closing:
                     return False
+                if not self._wanted(item.id):
+                    continue
                 if isinstance(item, Completion):
                     self._errors.append(item)
                 else:

@@ -3,11 +3,16 @@
     results/<shard>.parquet      finished shards, for readers; .jsonl, .jsonl.gz, .jsonl.zst
     log.txt metrics.jsonl        for people and dashboards
     .cbjob/job.json              what the run was begun with
+    .cbjob/finished.json         the settings that it was finished with
     .cbjob/parts/<shard>/        finished rows of unfinished shards
     .cbjob/partials/<shard>/     tokens of rows in flight
     .cbjob/retries/<shard>/      which rows of a finished shard run again
     .cbjob/tallies/<shard>/      what a result file says of itself that has no footer to say it in
     .cbjob/claims/               who works on what
+    .cbjob/cuts/<shard>/         where spans were cut to share them
+    .cbjob/idle/                 which workers have nothing to do
+    .cbjob/flights/              which rows are in the engine of each worker
+    .cbjob/deaths/               which rows were in the engine of each worker that died
     .cbjob/status/               what each worker last said of itself
     .cbjob/input/                rows of a streamed dataset
     .cbjob/tmp/                  files being written
@@ -120,6 +125,10 @@ class RunDirectory:
         return self.state / "job.json"
 
     @property
+    def finished_file(self) -> Path:
+        return self.state / "finished.json"
+
+    @property
     def claims(self) -> Path:
         return self.state / "claims"
 
@@ -142,6 +151,21 @@ class RunDirectory:
 
     def parts(self, shard: str) -> Path:
         return self.state / "parts" / shard
+
+    def cuts(self, shard: str) -> Path:
+        return self.state / "cuts" / shard
+
+    @property
+    def flights(self) -> Path:
+        return self.state / "flights"
+
+    @property
+    def deaths(self) -> Path:
+        return self.state / "deaths"
+
+    @property
+    def idle(self) -> Path:
+        return self.state / "idle"
 
     def partials(self, shard: str) -> Path:
         return self.state / "partials" / shard

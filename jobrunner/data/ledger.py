@@ -6,13 +6,14 @@ the loop's thread books rows: a lock guards what both touch.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Self
@@ -31,10 +32,13 @@ from jobrunner.data.results.merge import compact
 from jobrunner.data.results.parts import Results, Tally, discard_leftovers
 from jobrunner.data.results.pending import is_merged
 from jobrunner.data.results.samples import Answer, FinishedRow, Gathering
-from jobrunner.records import Completion, Partial, SampleId, Span
+from jobrunner.data.sharing import Idlers, cut, pieces, read_cuts
+from jobrunner.records import Completion, Partial, RowId, SampleId, Span
 
 # how often a worker with nothing left to claim looks at what the others hold
 POLL_S = 1.0
+# how long a worker leaves what it gave away to others before it takes it back
+GIVEN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class Ledger:
         self._merge = merge
         self._check_input = check_input
         self._held: dict[Span, Assignment] = {}
+        self._waiting: deque[Span] = deque()
+        # rows from here on are not begun, by held span
+        self._frontiers: dict[Span, int] = {}
+        # spans that this worker gave away, and when; of `_given` a new tuple is made each time, so
+        # that it can be read without the lock
+        self._left: list[tuple[float, Span]] = []
+        self._given: tuple[Span, ...] = ()
+        self._idlers = Idlers(run)
+        self._shared_s = -math.inf
+        self._let_go_of_one = threading.Event()
         self._lock = threading.Lock()
         self._merging: tuple[str, Future[Tally]] | None = None
         self._clock = clock
@@ -87,30 +101,144 @@ class Ledger:
             if self._merging is not None and kind is None:
                 self._merging[1].result()
         finally:
+            self._idlers.hide()
             self._claims.release_all()
 
     def assignments(self, stopped: Callable[[float], bool]) -> Iterator[Assignment | None]:
-        """Claim one span after the other until every row is done or in this worker's hands.
+        """Claim one span after the other until every row is done.
 
         Waits for spans that others hold, yielding None now and then, and takes over what is
         abandoned. `stopped(seconds)` sleeps and tells whether to give up.
         """
-        waiting = deque(self._spans)
-        while waiting:
+        with self._lock:
+            self._waiting = self._cut_up(self._spans)
+        while True:
             claimed = False
-            for _ in range(len(waiting)):
-                span = waiting.popleft()
+            for span in self._round():
                 assignment = self._claim(span)
                 if assignment is not None:
                     claimed = True
                     yield assignment
                 elif not self._is_done(span):
-                    waiting.append(span)
-            if waiting and not claimed:
-                if stopped(POLL_S):
+                    self._waiting.append(span)
+            if claimed:
+                continue
+            with self._lock:
+                if not (self._waiting or self._left or self._held):
                     return
-                self._look_again({span.shard for span in waiting})
-                yield None
+            yield None
+            if stopped(0.0) or self._rest(stopped):
+                return
+            self._look_again({span.shard for span in self._waiting})
+            with self._lock:
+                self._waiting = self._cut_up(self._waiting)
+
+    def _round(self) -> Iterator[Span]:
+        """Every span that waits, once, and those that nobody took of what was given away."""
+        with self._lock:
+            now_s = self._clock()
+            self._waiting.extend(span for given_s, span in self._left if now_s >= given_s + GIVEN_S)
+            self._left = [entry for entry in self._left if now_s < entry[0] + GIVEN_S]
+            count = len(self._waiting)
+        for _ in range(count):
+            yield self._waiting.popleft()
+
+    def _rest(self, stopped: Callable[[float], bool]) -> bool:
+        """Wait until it makes sense to look again; tell whether to give up."""
+        if self._waiting:
+            return stopped(POLL_S)
+        # all that is left is in this worker's hands, or was
+        self._let_go_of_one.wait(POLL_S / 4)
+        self._let_go_of_one.clear()
+        return stopped(0.0)
+
+    def begin(self, rows: Iterable[RowId]) -> None:
+        """Take note that rows go to the engine: they are not given away any more."""
+        with self._lock:
+            for row in rows:
+                for span in self._held:
+                    if span.shard == row.shard and span.start <= row.index < span.stop:
+                        begun = self._frontiers.get(span, span.start)
+                        self._frontiers[span] = max(begun, row.index + 1)
+
+    def wanted(self, row: RowId) -> bool:
+        """Tell whether a row is still this worker's to do."""
+        return not any(
+            span.shard == row.shard and span.start <= row.index < span.stop for span in self._given
+        )
+
+    def share(self, *, idle: bool) -> bool:
+        """Give rows that are not begun to workers that have nothing to do; tell whether it did.
+
+        `idle` says that this worker's engine could take more rows and gets none. Cheap, for
+        every step.
+        """
+        now_s = self._clock()
+        if now_s - self._shared_s < POLL_S:
+            return False
+        self._shared_s = now_s
+        with self._lock:
+            unbegun = {span: rows for span in self._held if (rows := self._unbegun(span))}
+            if idle and not unbegun:
+                self._idlers.show()
+                return False
+            self._idlers.hide()
+            others = self._idlers.count() if unbegun else 0
+            if not others:
+                return False
+            left = sum(len(rows) for rows in unbegun.values())
+            return self._give(unbegun, left * others // (others + 1), others)
+
+    def _unbegun(self, span: Span) -> range:
+        """The rows at the end of a held span that nobody has begun."""
+        begun = max(
+            self._frontiers.get(span, span.start),
+            *(saved.id.index + 1 for saved in self._held[span].partials.values()),
+            span.start,
+        )
+        done = self._progress[span.shard].done
+        # a part of it may be done: where that is at its beginning, or its end, is nothing to give
+        while begun < span.stop and begun in done:
+            begun += 1
+        return range(begun, span.stop)
+
+    def _give(self, unbegun: Mapping[Span, range], rows: int, others: int) -> bool:
+        """Cut so many rows off the ends of held spans, in a piece for each of the others."""
+        size = -(-rows // others)
+        gave = False
+        for span, free in reversed(list(unbegun.items())):
+            taken = min(rows, len(free))
+            rows -= taken
+            if taken:
+                start = span.stop - taken
+                cuts = [row for row in range(start, span.stop, size) if row > span.start]
+                for row in cuts:
+                    cut(self._run, span.shard, row)
+                self._leave(span, start, list(pieces(Span(span.shard, start, span.stop), cuts)))
+                gave = True
+        return gave
+
+    def _leave(self, span: Span, stop: int, given: list[Span]) -> None:
+        """Hold a span only up to `stop`; the rest is anybody's."""
+        assignment, begun = self._held.pop(span), self._frontiers.pop(span, span.start)
+        if stop > span.start:
+            shorter = span._replace(stop=stop)
+            self._held[shorter] = replace(assignment, span=shorter)
+            self._frontiers[shorter] = begun
+        else:
+            self._claims.release(_span_claim(span))
+        self._given += tuple(given)
+        self._left += [(self._clock(), piece) for piece in given]
+
+    def _cut_up(self, spans: Iterable[Span]) -> deque[Span]:
+        """Spans as they are cut by now, in their order."""
+        cuts: dict[str, list[int]] = {}
+        found: deque[Span] = deque()
+        for span in spans:
+            if span.shard not in cuts:
+                cuts[span.shard] = read_cuts(self._run, span.shard)
+            found.extend(pieces(span, cuts[span.shard]))
+        return found
 
     def saved(self) -> tuple[int, int]:
         """Count the rows that earlier workers left in flight, and their tokens.
@@ -119,7 +247,8 @@ class Ledger:
         """
         shards = {span.shard for span in self._spans}
         starts = {shard: partial_starts(self._run, shard) for shard in shards}
-        spans = [span for span in self._spans if span.start in starts[span.shard]]
+        begun = self._cut_up(span for span in self._spans if starts[span.shard])
+        spans = [span for span in begun if span.start in starts[span.shard]]
         partials = [p for span in spans for p in self._unfinished(span).values()]
         return len({p.id for p in partials}), sum(len(p.tokens) for p in partials)
 
@@ -215,6 +344,10 @@ class Ledger:
         with self._lock:
             if self._progress.is_done(span) or not self._claims.acquire(_span_claim(span)):
                 return None
+            # who held it may have cut it meanwhile
+            span, *others = self._cut_up([span])
+            self._waiting.extend(others)
+            self._given = tuple(piece for given in self._given for piece in _outside(given, span))
             # a copy: the feed's thread reads it while this worker's rows are booked
             done = Intervals(self._progress.refresh(span.shard).done)
             assignment = Assignment(span, done, self._unfinished(span))
@@ -234,6 +367,8 @@ class Ledger:
         discard_partials(self._run, span)
         self._claims.release(_span_claim(span))
         del self._held[span]
+        self._frontiers.pop(span, None)
+        self._let_go_of_one.set()
         if not self._progress[span.shard].all_done:
             # others may have done the rest
             self._progress.refresh(span.shard)
@@ -290,6 +425,19 @@ def _in_background(merge: Callable[[], Tally]) -> Future[Tally]:
 
     threading.Thread(target=run, name="merge", daemon=True).start()
     return future
+
+
+def _outside(given: Span, claimed: Span) -> Iterator[Span]:
+    """What is left of a span without the rows of another."""
+    if given.shard != claimed.shard:
+        yield given
+        return
+    for start, stop in (
+        (given.start, min(given.stop, claimed.start)),
+        (max(given.start, claimed.stop), given.stop),
+    ):
+        if start < stop:
+            yield Span(given.shard, start, stop)
 
 
 def _span_claim(span: Span) -> str:

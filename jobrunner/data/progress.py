@@ -139,6 +139,7 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], 
         else:
             remove_replaced(run, shard)
     remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
+    remove([path for path in files_in(run.idle) if is_dead(path.name)])
     # what a worker said of itself is named like its temporary files
     remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
 
@@ -162,8 +163,9 @@ def load_partials(run: RunDirectory, span: Span) -> dict[SampleId, Partial]:
     found: dict[SampleId, Partial] = {}
     for path in _partial_files(run, span):
         try:
-            with reading_own(path):
-                entries = pq.read_table(path).cast(PARTIAL_SCHEMA).to_pylist()
+            # opened once: its worker may put another in its place at any moment
+            with reading_own(path), pq.ParquetFile(path) as file:
+                entries = file.read().cast(PARTIAL_SCHEMA).to_pylist()
         except OSError as error:
             if is_gone(error):
                 # its worker finished the span, or another one saved it anew

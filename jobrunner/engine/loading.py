@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging as transformers_logging
 
+from jobrunner.cores import allowed_cores, workers_here
 from jobrunner.engine.attention.choice import Backend, Wanted, choose_backend
 from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
-from jobrunner.engine.cores import allowed_cores
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
@@ -400,7 +400,8 @@ def _host_block_count(rules: BatchingTable, device: str, block_bytes: int, block
     if rules.preemption == "recompute":
         return 0
     free_bytes = available_memory()
-    spare_bytes = int(_SWAP_SHARE[device.partition(":")[0]] * free_bytes)
+    # workers that start together must not count on the same memory
+    spare_bytes = int(_SWAP_SHARE[device.partition(":")[0]] * free_bytes) // workers_here()
     count = swap_block_count(
         rules.swap_memory,
         block_bytes=block_bytes,
@@ -453,12 +454,15 @@ def _block_count(
     *,
     free_bytes: int,
 ) -> int:
+    kind = info.device.partition(":")[0]
+    # a GPU has one worker; those on a CPU, started together, must not count on the same memory
+    sharing = workers_here() if kind == "cpu" else 1
     return kv_block_count(
         kv_memory,
         bytes_per_token=token_bytes,
         block_size=block_size,
         wanted_tokens=limits.max_batch_size * info.max_model_len,
-        spare_bytes=int(_KV_SHARE[info.device.partition(":")[0]] * free_bytes),
+        spare_bytes=int(_KV_SHARE[kind] * free_bytes) // sharing,
         free_bytes=free_bytes,
     )
 

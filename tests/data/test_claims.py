@@ -142,3 +142,18 @@ def test_strange_names_of_temporary_files_belong_to_nobody_known(tmp_path, me):
 def test_a_worker_of_another_container_on_this_host_is_not_known_to_be_dead(tmp_path, me):
     other = replace(dead(me), pid_namespace="pid:[1]")
     assert not claims_of(tmp_path, me).is_dead(other.worker)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_in_slurm_each_task_has_a_device_of_its_own(monkeypatch, device):
+    # a task sees its GPU as number 0 whichever it is, and not all clusters bind cores
+    outside = device_name(device)
+    names = {outside}
+    for job, step, task in (("7", "0", "0"), ("7", "0", "1"), ("8", "0", "0"), ("8", "1", "0")):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_STEP_ID", step)
+        monkeypatch.setenv("SLURM_PROCID", task)
+        names.add(device_name(device))
+    assert len(names) == 5
+    monkeypatch.setenv("SLURM_JOB_ID", "../x")
+    assert device_name(device) == outside

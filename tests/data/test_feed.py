@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -243,3 +244,79 @@ def test_case_V_first_request_is_there_before_one_percent_is_read(tmp_path: Path
         assert first.id == RowId("a.parquet", 0)
         assert read < rows / 100
     assert read < rows / 100
+
+
+def test_a_feed_that_waits_for_others_is_exhausted_but_has_not_ended() -> None:
+    more = threading.Event()
+
+    def batches() -> Iterator[list[Item]]:
+        yield [good(0)]
+        yield []
+        assert more.wait(PATIENCE_S)
+        yield [good(1)]
+
+    with Feed(batches(), max_rows=10, max_tokens=10) as feed:
+        feed.wait(PATIENCE_S)
+        assert [request.id.index for request in feed.take(5)] == [0]
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not feed.exhausted:
+            assert time.monotonic() < deadline_s
+        assert not feed.ended
+        more.set()
+        feed.wait(PATIENCE_S)
+        assert [request.id.index for request in feed.take(5)] == [1]
+        while not feed.ended:
+            feed.wait(PATIENCE_S)
+            assert time.monotonic() < deadline_s
+
+
+def test_rows_that_somebody_else_does_are_dropped_wherever_they_are() -> None:
+    unwanted = {1}
+    go_on = threading.Event()
+
+    def batches() -> Iterator[list[Item]]:
+        yield [good(index) for index in range(4)] + [bad(4), bad(5)]
+        assert go_on.wait(PATIENCE_S)
+        yield [good(6), good(7)]
+
+    with Feed(batches(), 10, 10, lambda row: row.index not in unwanted) as feed:
+        while not (errors := feed.errors()):
+            feed.wait(PATIENCE_S)
+        assert errors[0].id.index == 4
+        unwanted |= {2, 7}
+        feed.drop_unwanted()
+        go_on.set()
+        assert drain(feed)[0] == [0, 3, 6]
+
+
+def test_a_feed_that_stops_admitting_is_exhausted_and_says_what_it_kept_back() -> None:
+    with Feed(iter([[good(0), good(1), bad(2)]]), max_rows=9, max_tokens=9) as feed:
+        feed.wait(PATIENCE_S)
+        [first] = feed.take(1)
+        assert (first.id.index, feed.exhausted, feed.left_over) == (0, False, False)
+        feed.stop_admitting()
+        feed.wait(PATIENCE_S)
+        assert (feed.exhausted, feed.left_over, list(feed.take(5))) == (True, True, [])
+
+
+def test_a_feed_that_has_handed_over_everything_keeps_nothing_back() -> None:
+    with Feed(iter([[good(0)]]), max_rows=9, max_tokens=9) as feed:
+        assert drain(feed) == ([0], [])
+        feed.stop_admitting()
+        assert (feed.exhausted, feed.left_over) == (True, False)
+
+
+def test_who_waits_for_requests_is_told_that_no_more_are_admitted() -> None:
+    never = threading.Event()
+
+    def blocked() -> Iterator[list[Item]]:
+        never.wait(PATIENCE_S)
+        yield []
+
+    with Feed(blocked(), max_rows=9, max_tokens=9) as feed:
+        waiting = threading.Thread(target=feed.wait, args=(PATIENCE_S,))
+        waiting.start()
+        feed.stop_admitting()
+        waiting.join(PATIENCE_S / 2)
+        assert not waiting.is_alive()
+        never.set()

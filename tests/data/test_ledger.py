@@ -50,7 +50,17 @@ class Worker:
             check_input=lambda shard: None,
             clock=lambda: self.now_s,
         )
-        self.assignments = self.ledger.assignments(stopped=lambda seconds: True)
+        self._assignments = self.ledger.assignments(stopped=lambda seconds: False)
+
+    @property
+    def assignments(self):
+        """What this worker gets until it has to wait."""
+        return iter(lambda: next(self._assignments, None), None)
+
+    def look(self, *, idle=False):
+        """Let time pass and look whether there is something to share."""
+        self.now_s += 1.0
+        return self.ledger.share(idle=idle)
 
     def answer(self, *indices):
         for index in indices:
@@ -139,7 +149,7 @@ def test_a_finished_span_is_not_handed_out_again(tmp_path, worker):
     worker.ledger.checkpoint([])
     worker.claims.release_all()
     with Worker(tmp_path, token="cc").ledger as ledger:
-        assert [a.span for a in ledger.assignments(lambda seconds: True)] == [SPANS[1]]
+        assert [a.span for a in ledger.assignments(lambda seconds: True) if a] == [SPANS[1]]
 
 
 def test_two_workers_share_a_shard_and_the_last_one_merges_it(worker, other):
@@ -175,12 +185,12 @@ def test_a_worker_waits_for_spans_of_others_and_takes_over_what_they_give_back(t
     def nap(seconds):
         naps.append(seconds)
         worker.claims.release_all()
-        return False
+        # all is in its hands then
+        return len(naps) > 2
 
     with other.ledger:
         claimed = list(other.ledger.assignments(nap))
-    assert [a and a.span for a in claimed] == [SPANS[1], None, SPANS[0]]
-    assert len(naps) == 1
+    assert [a and a.span for a in claimed] == [SPANS[1], None, SPANS[0], None]
 
 
 def test_a_failed_merge_ends_the_job(worker):
@@ -295,3 +305,114 @@ def test_a_shard_whose_error_rows_run_again_meanwhile_is_not_merged(worker):
     assert worker.ledger.tick() == []
     assert not worker.run.result(SHARD).exists()
     assert not worker.progress.complete
+
+
+def begin(worker, *indices):
+    worker.ledger.begin(RowId(SHARD, index) for index in indices)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two workers on one span of 20 rows; the first holds it."""
+    whole = [Span(SHARD, 0, 20)]
+    with (
+        (one := Worker(tmp_path, "aa", whole, {SHARD: 20})).ledger,
+        (two := Worker(tmp_path, "bb", whole, {SHARD: 20})).ledger,
+    ):
+        assert [a.span for a in one.assignments] == whole
+        assert [a.span for a in two.assignments] == []
+        yield one, two
+
+
+def ask(one, two):
+    """The second has nothing to do, and the first looks twice to see it alive."""
+    two.look(idle=True)
+    one.look()
+    two.look(idle=True)
+    return one.look()
+
+
+def test_a_worker_with_nothing_to_do_gets_half_of_what_another_has_not_begun(pair):
+    one, two = pair
+    begin(one, *range(10))
+    assert ask(one, two)
+    assert [a.span for a in two.assignments] == [Span(SHARD, 15, 20)]
+    assert [one.ledger.wanted(RowId(SHARD, row)) for row in range(20)] == [True] * 15 + [False] * 5
+
+
+def test_what_was_given_away_is_done_by_the_other_and_the_shard_is_merged_once(pair):
+    one, two = pair
+    assert ask(one, two)
+    [taken] = two.assignments
+    assert taken.span == Span(SHARD, 10, 20)
+    two.answer(*range(10, 20))
+    two.ledger.checkpoint([])
+    one.answer(*range(10))
+    one.ledger.checkpoint([])
+    assert list(one.assignments) == []
+    assert [*one.settle(), *two.settle()] == [SHARD]
+    assert [row["row"] for row in read_result(one.run, SHARD)] == list(range(20))
+    assert not list(one.run.state.rglob("cuts/*"))
+
+
+def test_nothing_is_given_while_nobody_waits_nor_to_one_that_has_died(pair):
+    one, two = pair
+    assert not one.look()
+    two.look(idle=True)
+    # the first look cannot tell who is alive, the second sees no sign of life
+    assert not one.look()
+    assert not one.look()
+
+
+def test_rows_that_were_begun_or_have_saved_tokens_are_never_given(tmp_path):
+    whole = [Span(SHARD, 0, 20)]
+    with (first := Worker(tmp_path, "aa", whole, {SHARD: 20})).ledger:
+        list(first.assignments)
+        first.ledger.checkpoint([Partial(RowId(SHARD, 17), (1, 2), 1)])
+    one = Worker(tmp_path, "bb", whole, {SHARD: 20})
+    two = Worker(tmp_path, "cc", whole, {SHARD: 20})
+    with one.ledger, two.ledger:
+        list(one.assignments)
+        list(two.assignments)
+        assert ask(one, two)
+        assert [a.span for a in two.assignments] == [Span(SHARD, 19, 20)]
+
+
+def test_what_nobody_took_is_taken_back(pair):
+    one, two = pair
+    assert ask(one, two)
+    assert list(one.assignments) == []
+    one.now_s += 60
+    assert [a.span for a in one.assignments] == [Span(SHARD, 10, 20)]
+    assert one.ledger.wanted(RowId(SHARD, 19))
+
+
+def test_a_whole_span_that_is_not_begun_is_let_go(tmp_path):
+    one, two = Worker(tmp_path, "aa"), Worker(tmp_path, "bb")
+    with one.ledger, two.ledger:
+        assert [a.span for a in one.assignments] == SPANS
+        assert list(two.assignments) == []
+        begin(one, 0, 1, 2)
+        assert ask(one, two)
+        assert [a.span for a in two.assignments] == [Span(SHARD, 4, 5)]
+        assert ask(one, two) is False
+
+
+def test_several_that_wait_get_a_piece_each(pair, tmp_path):
+    one, two = pair
+    three = Worker(tmp_path, "cc", [Span(SHARD, 0, 20)], {SHARD: 20})
+    with three.ledger:
+        for gives in (False, True):
+            three.look(idle=True)
+            two.look(idle=True)
+            assert one.look() is gives
+        found = [next(three.assignments).span, next(two.assignments).span]
+        assert found == [Span(SHARD, 7, 14), Span(SHARD, 14, 20)]
+
+
+def test_cuts_outlive_the_workers_that_made_them(tmp_path, pair):
+    one, two = pair
+    assert ask(one, two)
+    one.ledger.__exit__(None)
+    with (heir := Worker(tmp_path, "dd", [Span(SHARD, 0, 20)], {SHARD: 20})).ledger:
+        assert [a.span for a in heir.assignments] == [Span(SHARD, 0, 10), Span(SHARD, 10, 20)]

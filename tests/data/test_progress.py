@@ -3,6 +3,7 @@
 import json
 import math
 
+import pyarrow.parquet as pq
 import pytest
 
 from jobrunner.data.fingerprint import read_fingerprint, remember
@@ -119,3 +120,19 @@ def test_case_C_values_that_only_python_takes_for_equal_are_told_apart(run, othe
     remember(run, {"a": {"b": 1}})
     with pytest.raises(MismatchError, match="differs in"):
         remember(run, {"a": {"b": other}})
+
+
+def test_tokens_can_be_read_while_their_worker_saves_them_anew(run, monkeypatch):
+    row = RowId(SHARD, 3)
+    save_partials(run, SPAN, [Partial(row, [1] * 1000, 1)])
+    opened, replaced = pq.ParquetFile.__init__, []
+
+    def replaced_after_opening(self, *arguments, **options):
+        opened(self, *arguments, **options)
+        replaced.append(save_partials(run, SPAN, [Partial(row, [2] * 3, 1)]))
+
+    monkeypatch.setattr(pq.ParquetFile, "__init__", replaced_after_opening)
+    assert load_partials(run, SPAN)[SampleId(row)].tokens == [1] * 1000
+    assert replaced
+    monkeypatch.undo()
+    assert load_partials(run, SPAN)[SampleId(row)].tokens == [2] * 3

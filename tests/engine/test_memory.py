@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jobrunner.config import BatchingTable
+from jobrunner.cores import WORKERS_VARIABLE
+from jobrunner.engine import loading
 from jobrunner.engine.memory import (
     available_memory,
     check_fits,
@@ -125,6 +129,21 @@ def test_swap_memory_is_filled_with_whole_blocks(swap_memory, count: int):
         swap_memory, block_bytes=100, kv_blocks=90, spare_bytes=5_050, free_bytes=10_000
     )
     assert found == count
+
+
+def test_workers_that_share_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(loading, "available_memory", lambda: 2**24)
+
+    def blocks():
+        info = SimpleNamespace(device="cpu", max_model_len=2**30, kv_bytes_per_token=1)
+        info.weight_bytes = 0
+        limits = loading.resolve_limits("cpu", 8, "auto", "auto", "auto")
+        kv = loading.estimate_kv_blocks(info, limits, kv_memory="auto", block_size=16)
+        return kv, loading._host_block_count(BatchingTable(), "cpu", 16, 2**30)
+
+    alone = blocks()
+    monkeypatch.setenv(WORKERS_VARIABLE, "4")
+    assert blocks() == (alone[0] // 4, alone[1] // 4)
 
 
 def test_automatic_swap_memory_is_no_larger_than_the_pool():

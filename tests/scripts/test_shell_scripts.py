@@ -16,6 +16,7 @@ SHELL_SCRIPTS = [
     "scripts/test",
     "scripts/test_oldest",
     "scripts/check",
+    "scripts/slurm_cluster",
     ".ci/run",
 ]
 

@@ -204,10 +204,11 @@ def remove_replaced(run: RunDirectory, shard: str) -> None:
 
 
 def discard_leftovers(run: RunDirectory, shard: str) -> None:
-    """Remove the parts and partials of a shard whose result file exists."""
+    """Remove what was kept of a shard until its result file existed."""
     for folder, top in (
         (run.parts(shard), run.state / "parts"),
         (run.partials(shard), run.state / "partials"),
+        (run.cuts(shard), run.state / "cuts"),
     ):
         remove(files_in(folder))
         prune(folder, top)

@@ -1,4 +1,4 @@
-"""Cores allowed: affinity, quotas of both versions of cgroups, Slurm, and what the user says."""
+"""Cores allowed: affinity, quotas of both kinds of cgroups, Slurm, other workers, the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobrunner.engine.cores import allowed_cores
+from jobrunner.commands.run import share_the_cores
+from jobrunner.cores import WORKERS_VARIABLE, allowed_cores, granted_cores
 from jobrunner.engine.loading import use_threads
 
 
@@ -58,12 +59,39 @@ def test_cgroups_of_version_1(tmp_path, quota, cores):
         ({"SLURM_CPUS_PER_TASK": "3"}, 3),
         ({"SLURM_CPUS_PER_TASK": "64"}, 8),
         ({"SLURM_CPUS_PER_TASK": ""}, 8),
+        ({"SLURM_CPUS_PER_TASK": "0"}, 8),
+        ({"SLURM_CPUS_PER_TASK": "x"}, 8),
+        ({"SLURM_CPUS_PER_TASK": "5", WORKERS_VARIABLE: "2"}, 2),
+        ({"SLURM_CPUS_PER_TASK": "2", WORKERS_VARIABLE: "4"}, 1),
+        # each is bound to cores of its own
+        ({WORKERS_VARIABLE: "4"}, 8),
         ({"OMP_NUM_THREADS": "12", "SLURM_CPUS_PER_TASK": "3"}, 12),
         ({"OMP_NUM_THREADS": "4,2"}, 8),
     ],
 )
 def test_slurm_and_the_user_may_say_less_or_other(tmp_path, environ, cores):
     assert allowed_cores(environ, tmp_path, tmp_path / "absent") == cores
+
+
+def test_what_is_granted_is_not_what_the_user_asks_for(tmp_path):
+    environ = {"OMP_NUM_THREADS": "12", "SLURM_CPUS_PER_TASK": "3"}
+    assert granted_cores(environ, tmp_path, tmp_path / "absent") == 3
+
+
+def test_workers_share_a_quota(tmp_path):
+    place = group(tmp_path, "0::/a/b\n", a__b__cpu_max="600000 100000")
+    assert allowed_cores({WORKERS_VARIABLE: "2"}, **place) == 3
+
+
+@pytest.mark.parametrize(("cpus", "before", "after"), [("1", None, "1"), ("1", "3", "3")])
+def test_openmp_is_told_unless_the_user_said_otherwise(monkeypatch, cpus, before, after):
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", cpus)
+    # what is set below is taken back after the test
+    monkeypatch.setenv("OMP_NUM_THREADS", before or "")
+    if before is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    share_the_cores()
+    assert os.environ["OMP_NUM_THREADS"] == after
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tell how many cores this process may use, not how many there are. Knows nothing of torch."""
+"""Tell how much of a machine this process may use, not what there is. Knows nothing of torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+# how many workers share what this machine grants, said by the process that starts them
+WORKERS_VARIABLE = "CBJOB_WORKERS_HERE"
+
 _ROOT = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
@@ -14,17 +17,30 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 def allowed_cores(
     environ: Mapping[str, str] = os.environ, root: Path = _ROOT, membership: Path = _MEMBERSHIP
 ) -> int:
+    """Return how many cores to compute on: what OMP_NUM_THREADS says, else those granted."""
+    asked = _whole(environ.get("OMP_NUM_THREADS"))
+    return granted_cores(environ, root, membership) if asked is None else asked
+
+
+def granted_cores(
+    environ: Mapping[str, str] = os.environ, root: Path = _ROOT, membership: Path = _MEMBERSHIP
+) -> int:
     """Return the least of what the system, the cgroups above and Slurm leave to this process.
 
-    What the user says with OMP_NUM_THREADS goes before all of them. A quota of less than one core
-    counts as one.
+    A quota of less than one core counts as one. Workers that were started together share quotas
+    and what Slurm gives; cores that a worker is bound to are its own.
     """
-    asked = _whole(environ.get("OMP_NUM_THREADS"))
-    if asked is not None:
-        return asked
-    limits = [_affinity(), *_quotas(root, membership)]
+    shared = list(_quotas(root, membership))
     task = _whole(environ.get("SLURM_CPUS_PER_TASK"))
-    return min(limits if task is None else [*limits, task])
+    if task is not None:
+        shared.append(task)
+    workers = workers_here(environ)
+    return min([_affinity(), *(max(1, cores // workers) for cores in shared)])
+
+
+def workers_here(environ: Mapping[str, str] = os.environ) -> int:
+    """Return how many workers of one command share this machine; one that is alone counts too."""
+    return _whole(environ.get(WORKERS_VARIABLE)) or 1
 
 
 def _whole(text: str | None) -> int | None:

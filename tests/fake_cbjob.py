@@ -1,0 +1,91 @@
+"""`cbjob` with the fake model, for tests with processes of their own. Never imports torch.
+
+What the model does to its process is said in CBJOB_FAKE, as JSON: `step_s` a step takes, `killer`
+an index of a row, or "start", and `death` what happens then: the name of a signal, or "raise".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import tokenizers
+
+from jobrunner import cli, job
+from jobrunner.commands import workers
+from jobrunner.config import Settings
+from jobrunner.data.prompts import tokenizer
+from jobrunner.engine.plan import Plan
+from jobrunner.opening import Job
+from jobrunner.records import Engine
+from tests.world import END, fake_engine
+
+COMMAND = (sys.executable, "-m", "tests.fake_cbjob")
+
+
+def read_fake_model(settings: Settings, folder: Path) -> Any:
+    """Stand for what reads a model's configuration."""
+    return SimpleNamespace(device="cpu", dtype="float32", max_model_len=2048)
+
+
+def open_fake_engine(job: Job) -> Engine:
+    """An engine as the environment says."""
+    said = json.loads(os.environ.get("CBJOB_FAKE", "{}"))
+    if said.get("killer") == "start":
+        _die("SIGSEGV")
+
+    def before(plan: Plan) -> None:
+        time.sleep(said.get("step_s", 0.0))
+        rows = {chunk.sequence.request.id.index for chunk in plan.chunks}
+        if said.get("killer") in rows:
+            _die(said["death"])
+
+    return fake_engine(before_plan=before, **said.get("engine", {}))(job)
+
+
+class FakeTokenizer:
+    """What transformers would load of a folder with a `tokenizer.json`, as far as texts need it."""
+
+    is_fast = True
+    bos_token_id = None
+    eos_token_id = END
+    chat_template = None
+
+    def __init__(self, folder: Path) -> None:
+        self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size())
+
+
+def _die(how: str) -> None:
+    if how == "raise":
+        raise RuntimeError("the fake model broke")
+    os.kill(os.getpid(), signal.Signals[how])
+
+
+def without_torch() -> None:
+    """Make every import of torch and transformers in this process fail: both take seconds."""
+    for name in ("torch", "transformers"):
+        assert name not in sys.modules
+        sys.modules[name] = None  # type: ignore[assignment]
+    tokenizer._load = FakeTokenizer
+
+
+def main() -> None:
+    """Run the command line with the fake model in place of a real one."""
+    without_torch()
+    job.run.__kwdefaults__.update(open_engine=open_fake_engine, read_model=read_fake_model)
+    workers.PROGRAM = (*COMMAND, "run")
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
