@@ -212,6 +212,8 @@ def _numba(pool: KvPool, device: torch.device) -> Attention:
 def _triton(pool: KvPool, device: torch.device) -> Attention:
     from jobrunner.engine.attention.choice import triton_backend, why_no_triton
 
+    if device.type == "cpu" and pool.dtype == torch.bfloat16:
+        raise UnservedError("Triton's interpreter multiplies bfloat16 wrongly")
     reason = why_no_triton(device, pool.calls)
     if reason is not None:
         raise UnservedError(reason)

@@ -89,8 +89,6 @@ def run(settings: Settings) -> Answered:
     from jobrunner.opening import Job, load_engine
     from jobrunner.records import Engine
 
-    # a job takes what it has loaded out of the collector's sight, for there is one to a process
-    gc.unfreeze()
     gc.collect()
     started_s = 0.0
 

@@ -14,6 +14,9 @@ from jobrunner.job import run
 from jobrunner.jobfile import load_settings
 from tests.slurm_cluster import need_slurm, slurm_cluster, wait_for
 
+# a minute on a quiet machine, more on a busy one
+pytestmark = pytest.mark.slow
+
 JOB = """
 [job]
 name = "a \\"job\\"\\n#SBATCH --wrap=id"
