@@ -73,7 +73,8 @@ class Decodes:
 class Plan:
     """What one step computes: at most one chunk of a sequence, decodes first.
 
-    `copies` between device and host memory are carried out before, in their order.
+    `copies` between device and host memory are carried out before, in their order. `padding` more
+    single tokens are computed for nothing, for the finished rows of a batch that keep their place.
     """
 
     decodes: Decodes = field(default_factory=Decodes)
@@ -82,6 +83,7 @@ class Plan:
     preemptions: int = 0
     tokens_cached: int = 0
     copies: Seq[Copy] = ()
+    padding: int = 0
 
     def __len__(self) -> int:
         """How many sequences it computes something of."""

@@ -62,15 +62,17 @@ class Packed:
 def pack(plan: Plan) -> Packed:
     """Lay a plan into one row: single tokens first, by context length, then pieces of prompts.
 
-    `logit_rows` are in the order of the plan, one for each chunk that samples.
+    `logit_rows` are in the order of the plan, one for each chunk that samples. What pads a batch is
+    the token with the longest context once more: it writes what that one writes.
     """
     decodes = plan.decodes
-    order = np.argsort(decodes.starts, kind="stable")
+    own = np.argsort(decodes.starts, kind="stable")
+    order = np.concatenate([own, np.repeat(own[-1:], plan.padding)])
     starts = decodes.starts[order]
     tokens, positions = [decodes.tokens[order]], [starts]
     pieces: list[Piece] = []
     last_rows: list[int] = []
-    row = len(decodes)
+    row = len(order)
     for chunk in plan.prefills:
         sequence = chunk.sequence
         tokens.append(np.array(sequence.tokens[chunk.start : chunk.stop], np.int64))
@@ -80,16 +82,17 @@ def pack(plan: Plan) -> Packed:
         if chunk.samples:
             last_rows.append(row - 1)
     # where each decode came to stand
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    follows = np.flatnonzero(decodes.follows >= 0)
+    places = np.empty_like(own)
+    places[own] = np.arange(len(own))
+    drawn_at = decodes.follows[order]
+    follows = np.flatnonzero(drawn_at >= 0)
     return Packed(
         tokens=np.concatenate(tokens),
         positions=np.concatenate(positions),
         singles=Singles(decodes.table, decodes.slots[order], starts + 1),
         pieces=pieces,
         logit_rows=np.concatenate([places, np.array(last_rows, np.int64)]),
-        follows=(places[follows], decodes.follows[follows]) if len(follows) else None,
+        follows=(follows, drawn_at[follows]) if len(follows) else None,
     )
 
 
@@ -164,7 +167,9 @@ class TransformersRunner:
     def _compute(self, packed: Packed) -> StepOutputs:
         """Compute a packed row, by a recorded step where it holds nothing but single tokens."""
         graphs, singles = self._graphs, packed.singles
-        if graphs is not None and not packed.pieces and graphs.serves(singles):
+        # what pads a batch has no logits; nobody has to be quick there
+        alike = not packed.pieces and len(packed.logit_rows) == len(singles)
+        if graphs is not None and alike and graphs.serves(singles):
             with torch.inference_mode():
                 played = graphs.run(singles, packed.tokens, packed.logit_rows, packed.follows)
             if played is not None:

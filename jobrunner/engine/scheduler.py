@@ -105,11 +105,6 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def staying(self) -> int:
-        """Sequences that are finished and keep their place until their batch ends."""
-        return len(self._staying)
-
-    @property
     def _occupied(self) -> int:
         # whoever waits for a prefix has been let in
         return len(self._running) + len(self._staying) + len(self._prefixes)
@@ -201,6 +196,7 @@ class Scheduler:
             len(self._preempted),
             cached,
             self._holding.copies,
+            len(self._staying) if len(decodes) else 0,
         )
 
     def _fill(self, budget: int, now: float, completions: list[Completion], last_call: bool) -> int:

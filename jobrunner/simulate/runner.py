@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,9 +18,8 @@ Numbers = np.ndarray
 class VirtualRunner:
     """A runner that only takes time; a text ends with the token that its row's length says.
 
-    `rows` say those lengths; `staying` says how many finished rows keep their place,
-    which costs what a decode costs. After a step it can tell how many tokens were `padded` so,
-    how many rows `joined` the batch and, if it draws the `slots`, what was in which of them.
+    `rows` say those lengths. What pads a batch costs what a decode costs. After a step it can
+    tell how many rows `joined` the batch and, if it draws the `slots`, what was in which of them.
     """
 
     def __init__(
@@ -28,14 +27,12 @@ class VirtualRunner:
         clock: VirtualClock,
         cost: StepCost,
         rows: Sequence[TraceRow],
-        staying: Callable[[], int],
         slots: int | None,
     ) -> None:
         self._clock = clock
         self._cost = cost
         # tokens that are computed when the last one is drawn
         self._ends_at = np.array([row.prompt + row.output - 1 for row in rows], np.int64)
-        self._staying = staying
         self._slots = slots
         self._latest_admission = -1
         self.look_away()
@@ -43,7 +40,6 @@ class VirtualRunner:
     def look_away(self) -> None:
         """Forget the last step."""
         self.joined = 0
-        self.padded = 0
         self.places: Places | None = None
 
     def run(self, plan: Plan) -> Drawn:
@@ -51,11 +47,10 @@ class VirtualRunner:
         for chunk in plan.prefills:
             self._see_admission(chunk)
         tokens = self._drawn_tokens(plan)
-        self.padded = self._staying()
         copy_s = self._cost.swapped_block_s * plan.swapped_blocks
         compute_s = self._cost.seconds(
             plan.prefill_tokens,
-            len(plan.decodes) + self.padded,
+            len(plan.decodes) + plan.padding,
             plan.context_tokens,
             plan.attended_tokens,
         )
@@ -83,6 +78,6 @@ class VirtualRunner:
             places[chunk.sequence.slot] = DECODE if chunk.decode else PREFILL
         # running sequences lie close together: who stays is behind them
         first = max((chunk.sequence.slot or 0) for chunk in plan.chunks) + 1
-        for place in range(first, min(slots, first + self.padded)):
+        for place in range(first, min(slots, first + plan.padding)):
             places[place] = KEPT
         return bytes(places)

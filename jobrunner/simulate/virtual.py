@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jobrunner.config import BatchingTable
 from jobrunner.engine.arrivals import Arrivals
@@ -100,9 +100,7 @@ class _Worker:
             ahead=machine.prediction,
         )
         slots = machine.limits.max_batch_size if draw else None
-        self._runner = VirtualRunner(
-            self._clock, machine.cost, rows, lambda: self._scheduler.staying, slots
-        )
+        self._runner = VirtualRunner(self._clock, machine.cost, rows, slots)
         self._requests = self._source(rows, machine)
         engine = Engine(self._scheduler, self._runner, clock=self._clock)
         self._steps = engine.run(self._requests)
@@ -131,20 +129,13 @@ class _Worker:
             raise RuntimeError("the simulated scheduler waits for something that never comes")
         return Moment(
             worker=self.number,
-            step=self._with_padding(step),
+            step=step,
             # beside what it waited before
             started_s=self._clock.now - step.step_s,
             ended_s=self._clock.now,
             joined=self._runner.joined,
             places=self._runner.places,
         )
-
-    def _with_padding(self, step: Step) -> Step:
-        padded = self._runner.padded
-        if not padded:
-            return step
-        computed = step.tokens_computed + padded
-        return replace(step, tokens_computed=computed, tokens_padded=padded)
 
 
 def _no_text() -> TextStream:

@@ -479,3 +479,24 @@ def test_the_host_ahead_names_the_rows_of_a_broken_model(
     row = Request(RowId("s", 3), [1, 2], sampling)
     with pytest.raises(InfrastructureError, match="not finite for row 3 of `s`"):
         list(engine.run(FakeRequests([row])))
+
+
+@pytest.mark.parametrize("attention", ["kernels", "torch", "reference"])
+def test_a_batch_that_keeps_its_finished_rows_is_padded_and_equals_generate(llama: Path, attention):
+    lengths = [2, 9, 4, 7, 1, 3]
+    prompts = random_prompts(len(lengths), seed=21)
+    rows = [
+        Request(RowId("s", index), prompt, Sampling(length))
+        for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    scheduling = BatchingTable(policy="static", order="input")
+    settings = {"scheduling": scheduling, "max_batch_size": 3, "attention": attention}
+    settings |= {"token_budget": 200, "chunk_size": 200}
+    steps, done = serve(llama, rows, **settings)
+    expected = [
+        generate(llama, [prompt], length)[0]
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    assert [done[index].tokens for index in range(len(rows))] == expected
+    # each batch lasts as long as its longest row
+    assert sum(step.tokens_padded for step in steps) == (7 + 0 + 5) + (0 + 6 + 4)
