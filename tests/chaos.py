@@ -221,9 +221,10 @@ class Campaign:
         """Be a worker."""
         # what takes minutes in earnest takes part of a second here
         Claims.__init__.__defaults__ = (1.0,)
-        workers.STALE_S = 1.0
-        ledger.POLL_S, ledger.HEARTBEAT_S, ledger.GIVEN_S = 0.05, 0.2, 0.5
-        jobs.device_name = lambda _: device
+        workers.STALE_S = 1.0  # type: ignore[attr-defined]
+        ledger.POLL_S, ledger.GIVEN_S = 0.05, 0.5
+        ledger.HEARTBEAT_S = 0.2  # type: ignore[attr-defined]
+        jobs.device_name = lambda _: device  # type: ignore[attr-defined, assignment]
         prepare()
         tokens = self._world.tokens_file
 

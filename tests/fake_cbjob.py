@@ -82,7 +82,11 @@ def without_torch() -> None:
 def main() -> None:
     """Run the command line with the fake model in place of a real one."""
     without_torch()
-    job.run.__kwdefaults__.update(open_engine=open_fake_engine, read_model=read_fake_model)
+    job.run.__kwdefaults__ = {
+        **(job.run.__kwdefaults__ or {}),
+        "open_engine": open_fake_engine,
+        "read_model": read_fake_model,
+    }
     workers.PROGRAM = (*COMMAND, "run")
     cli.main()
 

@@ -144,7 +144,7 @@ class World:
         pid = os.fork()
         if pid == 0:
             try:
-                jobs.device_name = lambda _: device
+                jobs.device_name = lambda _: device  # type: ignore[attr-defined, assignment]
                 os._exit(self.run(*overrides, **engine).exit_code)
             except BaseException:  # noqa: BLE001 - a child must never return into the tests
                 traceback.print_exc()
