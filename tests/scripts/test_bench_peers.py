@@ -14,6 +14,9 @@ import pytest
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PEERS = SCRIPTS / "peers"
 
+# whole benchmarks, if small ones
+pytestmark = pytest.mark.slow
+
 
 def run_script(path: Path, *options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(

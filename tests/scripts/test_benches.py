@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+# whole benchmarks, if small ones
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
