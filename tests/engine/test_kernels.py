@@ -113,11 +113,8 @@ def paged_attention(
         tensor.fill_(float("nan"))
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(8))
     tables = [part.tolist() for part in order[: sum(counts)].split(counts)]
-    for (start, _), k, v, table in zip(case.pieces, case.k, case.v, tables, strict=True):
-        positions = torch.arange(start)
-        slots = torch.tensor(table)[positions // block_size] * block_size + positions % block_size
-        pool.write(1, slots, k[:, :start], v[:, :start])
     attention = NumbaPagedAttention(pool, CPU)
+    store_before(attention, case, tables)
     pieces = [Piece(*piece, table) for piece, table in zip(case.pieces, tables, strict=True)]
     single = [piece for piece in pieces if piece.stop - piece.start == 1]
     attention.begin(singles_of(single), pieces[len(single) :])
@@ -130,6 +127,23 @@ def paged_attention(
     packed = [torch.cat(case.q, dim=1), *news]
     attention.attend(*packed, options)
     return attention.attend(*packed, options)
+
+
+def store_before(attention: NumbaPagedAttention, case: Case, tables: list[list[int]]) -> None:
+    """Let the kernels store what was before the pass, for they alone know how."""
+    before = [
+        (Piece(0, start, table), q[:, :1].expand(-1, start, -1), k[:, :start], v[:, :start])
+        for (start, _), q, k, v, table in zip(
+            case.pieces, case.q, case.k, case.v, tables, strict=True
+        )
+        if start
+    ]
+    if before:
+        pieces, *tokens = zip(*before, strict=True)
+        packed = [torch.cat(parts, dim=1) for parts in tokens]
+        attention.begin(Singles(), pieces)
+        attention.attend(*packed, AttentionOptions(1.0))
+        attention.attend(*packed, AttentionOptions(1.0))
 
 
 def singles_of(pieces: list[Piece]) -> Singles:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from jobrunner.engine.attention import kernels
+from jobrunner.engine.attention import kernels, pair_kernels
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError
 from jobrunner.engine.kv import KvPool, Reach
 
@@ -31,7 +31,7 @@ class NumbaPagedAttention:
         if pool.dtype not in STORED or device.type != "cpu":
             raise UnservedError(f"there are no kernels for {pool.dtype} on {device.type}")
         self._pool = pool
-        self._kernels = kernels.compiled(STORED[pool.dtype])
+        self._kernels = compiled(pool)
         self._call = 0
         self._threads = 1
         self._jobs = np.zeros(len(pool.calls), dtype=kernels.JOB)
@@ -39,7 +39,7 @@ class NumbaPagedAttention:
         self._job_addresses = [first + i * kernels.JOB.itemsize for i in range(len(pool.calls))]
         # the jobs hold addresses only: what is there has to live as long as they do
         self._held: list[np.ndarray] = []
-        self._parts = 0
+        self._parts = self._chunk_tokens = 0
         self._jobs["keys_KNPD"] = [keys.data_ptr() for keys in pool.keys]
         self._jobs["values_KNPW"] = [values.data_ptr() for values in pool.values]
         self._jobs["blocks"], self._jobs["positions"] = pool.block_count, pool.block_size
@@ -53,7 +53,7 @@ class NumbaPagedAttention:
         self._call = 0
         self._held.clear()
         self._threads = torch.get_num_threads()
-        self._point("counters", np.zeros(2, dtype=np.int64))
+        self._point("counters", np.zeros(kernels.COUNTERS, dtype=np.int64))
         table_RL, rows_B, lengths_B = singles.table, singles.rows, singles.lengths
         self._jobs["decodes"] = len(rows_B)
         self._jobs["table_rows"], self._jobs["table_width"] = table_RL.shape
@@ -74,6 +74,7 @@ class NumbaPagedAttention:
         self._point("starts_C", np.array([chunk.start for chunk in pieces], dtype=np.int64))
         self._point("stops_C", np.array([chunk.stop for chunk in pieces], dtype=np.int64))
         self._point("chunk_work_I4", chunk_work_I4)
+        self._chunk_tokens = sum(piece.stop - piece.start for piece in pieces)
 
     def attend(
         self,
@@ -103,7 +104,7 @@ class NumbaPagedAttention:
         if self._parts:
             parts_IHX = torch.empty(self._parts, heads, width + 2)
             job["parts_IHX"] = parts_IHX.data_ptr()
-        self._kernels.attend(address, self._threads)
+        self._kernels.attend(address, self._threads, self._chunk_tokens)
         return out_THW
 
     def _longest_part(self, lengths_B: np.ndarray) -> int:
@@ -122,6 +123,15 @@ class NumbaPagedAttention:
         """Let every job find this array."""
         self._held.append(array)
         self._jobs[name] = array.ctypes.data
+
+
+def compiled(pool: KvPool) -> kernels.Kernels | pair_kernels.PairKernels:
+    """Return the best kernels for such a pool; it is read and written by these alone."""
+    in_pairs = pool.dtype == torch.bfloat16 and all(
+        pair_kernels.serves(pool.block_size, call.key_width, call.value_width)
+        for call in pool.calls
+    )
+    return pair_kernels.compiled() if in_pairs else kernels.compiled(STORED[pool.dtype])
 
 
 def block_table(pieces: Sequence[Piece], block_size: int) -> np.ndarray:
