@@ -30,7 +30,6 @@ from jobrunner.engine.attention.kernels import (
     keep,
     padded,
     share_of_total,
-    soften,
     threads_of,
 )
 from jobrunner.engine.attention.pair_tiles import (
@@ -39,6 +38,8 @@ from jobrunner.engine.attention.pair_tiles import (
     multiplies_pairs,
     round_row,
     score_group,
+    soften_row,
+    total_of,
 )
 from jobrunner.engine.attention.threads import RunOnThreads
 from jobrunner.engine.attention.tiles import LANES, as_pointer, call, take_next
@@ -149,7 +150,7 @@ def _compile() -> PairKernels:
         weight_pairs = weights.view(np.int32)
         sums = np.empty(queries * W, np.float32)
         highest = np.empty(queries, np.float32)
-        totals = np.empty(queries, np.float32)
+        totals = np.empty(queries * LANES, np.float32)
 
         while True:
             taken = take_next(counters, DECODES_TAKEN)
@@ -195,18 +196,17 @@ def _compile() -> PairKernels:
                 for g in range(queries):
                     for s in range(first - begin):
                         scores[g * _DECODE_SPAN + s] = -np.inf
-                soften(scores, _DECODE_SPAN, queries, count, highest, totals, sums, W)
-                _round(scores, weights, _DECODE_SPAN, queries, count)
+                _soften(scores, weights, _DECODE_SPAN, queries, count, highest, totals, sums, W)
                 _add(
                     weight_pairs, _DECODE_SPAN, values, value_starts, group, sums, W, queries, count
                 )
             for g in range(queries):
                 h = head * queries + g
                 if part < 0:
-                    share = share_of_total(highest[g], totals[g], sinks_H, h)
+                    share = share_of_total(highest[g], total_of(totals, g), sinks_H, h)
                     round_row(sums, g * W, out, (b * job.heads + h) * W, W, share)
                 else:
-                    keep(sums, g * W, highest[g], totals[g], parts_IHX[part, h])
+                    keep(sums, g * W, highest[g], total_of(totals, g), parts_IHX[part, h])
 
     @entry
     def chunks(pointer):
@@ -233,7 +233,7 @@ def _compile() -> PairKernels:
         weight_pairs = weights.view(np.int32)
         sums = np.empty(most * W, np.float32)
         highest = np.empty(most, np.float32)
-        totals = np.empty(most, np.float32)
+        totals = np.empty(most * LANES, np.float32)
 
         while True:
             taken = take_next(counters, CHUNKS_TAKEN)
@@ -246,7 +246,7 @@ def _compile() -> PairKernels:
             at = head * queries * job.q_head_stride + first_row * job.q_token_stride
             _gather_queries(q_HTD, at, job.q_head_stride, job.q_token_stride, rows, own, q, half)
             highest[:rows] = -np.inf
-            totals[:rows] = 0
+            totals[: rows * LANES] = 0
             sums[: rows * W] = 0
             origin = first_seen(start, kind, size) // LANES * LANES
             _find_groups(
@@ -276,14 +276,13 @@ def _compile() -> PairKernels:
                             scores[at + s] = -np.inf
                         for s in range(after, count):
                             scores[at + s] = -np.inf
-                soften(scores, _CHUNK_SPAN, rows, count, highest, totals, sums, W)
-                _round(scores, weights, _CHUNK_SPAN, rows, count)
+                _soften(scores, weights, _CHUNK_SPAN, rows, count, highest, totals, sums, W)
                 _add(weight_pairs, _CHUNK_SPAN, values, value_starts, group, sums, W, rows, count)
             for g in range(queries):
                 h = head * queries + g
                 for i in range(own):
                     r = g * own + i
-                    share = share_of_total(highest[r], totals[r], sinks_H, h)
+                    share = share_of_total(highest[r], total_of(totals, r), sinks_H, h)
                     round_row(sums, r * W, out, ((first_row + i) * job.heads + h) * W, W, share)
 
     parts = (write, work, chunks, decodes, kernels.compile_merge(np.uint16))
@@ -385,9 +384,14 @@ def _score(q, half, keys, starts, first_group, scores, span, rows, count, scale)
 
 
 @inner
-def _round(scores, weights, span, rows, count):
+def _soften(scores, weights, span, rows, count, highest, totals, sums, W):
+    """Make weights of scores; of the last group's rest, zeros."""
+    whole = padded(count)
     for r in range(rows):
-        round_row(scores, r * span, weights, r * span, padded(count), np.float32(1))
+        at = r * span
+        for i in range(at + count, at + whole):
+            scores[i] = -np.inf
+        soften_row(scores, at, whole // LANES, weights, at, highest, totals, r, sums, r * W, W)
 
 
 @inner

@@ -7,6 +7,7 @@ V in groups of as many, as rows of them, `[8, W]`: one load is what one instruct
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import llvmlite.ir as ir
@@ -25,12 +26,24 @@ from jobrunner.engine.attention.tiles import (
     Value,
     call_function,
     index_of,
+    multiply_add_row,
     prefetch_line,
     splat,
     splat_constant,
+    sum_of_row,
 )
 
 PAIRS_IN_GROUP = LANES // 2
+# 2^x = 2^n * p(r) for r within 1/2 of 0, of least relative error
+_POWER_TERMS = (
+    0.00957008505806838,
+    0.055917859761068556,
+    0.2402474524998248,
+    0.6931218148423423,
+    0.9999992613131216,
+)
+# 2^x of it is 0 as float32, as that of -infinity
+_LOWEST_TURNS = -200.0
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]
@@ -197,6 +210,103 @@ def add_groups(
 
 
 @intrinsic
+def soften_row(
+    typing_context, scores, first, groups, weights, at, highest, totals, row, sums, sums_at, width
+):
+    """Make bfloat16 weights of the scores of a row, relative to the highest so far.
+
+    `highest[row]` becomes that, and `width` sums of before are brought to it, and 16 totals from
+    `totals[16 * row]`, to which the weights are added. A NaN makes the row NaN for good.
+    """
+    index = types.int64
+    places = (scores, index, index, weights, index, highest, totals, index, sums, index, index)
+    signature = types.void(*places)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        scores, weights, highest, totals, sums = (
+            Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 5, 6, 8)
+        )
+        first, groups, at = values[1], values[2], values[4]
+        row, sums_at, width = values[7], values[9], values[10]
+        before = builder.load(highest.at(row))
+        held = alloca_once(builder, FLOATS)
+        builder.store(splat(builder, before), held)
+        with for_range(builder, groups) as loop:
+            offset = builder.mul(loop.index, index_of(LANES))
+            loaded = scores.load_row(builder.add(first, offset))
+            builder.store(_larger(builder, loaded, builder.load(held)), held)
+        top = _largest_lane(builder, builder.load(held))
+        # a maximum over nothing that is seen would make NaN of what is not
+        none_seen = builder.fcmp_ordered("==", top, splat_constant(FLOATS, float("-inf")))
+        base = builder.select(none_seen, splat_constant(FLOATS, 0.0), top)
+        factor = _power(builder, builder.fsub(splat(builder, before), base))
+        totals_at = builder.mul(row, index_of(LANES))
+        total = alloca_once(builder, FLOATS)
+        builder.store(builder.fmul(totals.load_row(totals_at), factor), total)
+        with for_range(builder, groups) as loop:
+            offset = builder.mul(loop.index, index_of(LANES))
+            score = scores.load_row(builder.add(first, offset))
+            weight = _power(builder, builder.fsub(score, base))
+            builder.store(builder.fadd(builder.load(total), weight), total)
+            _store_rounded(builder, weights, builder.add(at, offset), weight)
+        totals.store_row(builder.load(total), totals_at)
+        highest_now = builder.extract_element(top, ir.Constant(ir.IntType(32), 0))
+        with builder.if_then(builder.fcmp_unordered("!=", highest_now, before)):
+            builder.store(highest_now, highest.at(row))
+            with for_range(builder, builder.udiv(width, index_of(LANES))) as loop:
+                place = builder.add(sums_at, builder.mul(loop.index, index_of(LANES)))
+                sums.store_row(builder.fmul(sums.load_row(place), factor), place)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+def _larger(builder: Builder, a: Value, b: Value) -> Value:
+    """The larger lanes; of `b` where it is NaN, of `a` where that is."""
+    is_larger = builder.or_(builder.fcmp_ordered(">", a, b), builder.fcmp_unordered("uno", a, a))
+    return builder.select(is_larger, a, b)
+
+
+def _largest_lane(builder: Builder, row: Value) -> Value:
+    """The largest lane in all lanes."""
+    distance = LANES // 2
+    while distance:
+        lanes = [(lane + distance) % LANES for lane in range(LANES)]
+        moved = builder.shuffle_vector(row, row, ir.Constant(INTS, lanes))
+        row = _larger(builder, moved, row)
+        distance //= 2
+    return row
+
+
+def _power(builder: Builder, x: Value) -> Value:
+    """e^x for x up to 0, off by 8 in a million at most: far less than bfloat16 tells apart."""
+    turns = builder.fmul(x, splat_constant(FLOATS, math.log2(math.e)))
+    lowest = splat_constant(FLOATS, _LOWEST_TURNS)
+    turns = builder.select(builder.fcmp_ordered(">", turns, lowest), turns, lowest)
+    whole = call_function(builder, "llvm.rint.v16f32", turns)
+    rest = builder.fsub(turns, whole)
+    series = splat_constant(FLOATS, _POWER_TERMS[0])
+    for term in _POWER_TERMS[1:]:
+        series = multiply_add_row(builder, series, rest, splat_constant(FLOATS, term))
+    # series * 2^whole, by the rounding in force
+    name, zero = "llvm.x86.avx512.mask.scalef.ps.512", splat_constant(FLOATS, 0.0)
+    everywhere, rounding = ir.Constant(ir.IntType(16), -1), ir.Constant(ir.IntType(32), 4)
+    return call_function(builder, name, series, whole, zero, everywhere, rounding)
+
+
+@intrinsic
+def total_of(typing_context, totals, row):
+    """Add up the 16 totals of a row."""
+    signature = types.float32(totals, types.int64)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        totals = Array(context, builder, signature.args[0], values[0])
+        return sum_of_row(builder, totals.load_row(builder.mul(values[1], index_of(LANES))))
+
+    return signature, codegen
+
+
+@intrinsic
 def round_row(typing_context, source, first, target, at, count, factor):
     """Store `count` numbers, a multiple of 16, times `factor` as bfloat16."""
     index = types.int64
@@ -206,19 +316,23 @@ def round_row(typing_context, source, first, target, at, count, factor):
         source = Array(context, builder, signature.args[0], values[0])
         target = Array(context, builder, signature.args[2], values[2])
         factors = splat(builder, values[5])
-        half, one, sixteen = (splat_constant(INTS, number) for number in (0x7FFF, 1, 16))
-        no_number = splat_constant(INTS, 0x7FC0)
         with for_range(builder, builder.udiv(values[4], index_of(LANES))) as loop:
             offset = builder.mul(loop.index, index_of(LANES))
             row = builder.fmul(source.load_row(builder.add(values[1], offset)), factors)
-            bits = builder.bitcast(row, INTS)
-            odd = builder.and_(builder.lshr(bits, sixteen), one)
-            rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
-            rounded = builder.select(builder.fcmp_unordered("uno", row, row), no_number, rounded)
-            target.store_row(builder.trunc(rounded, HALVES), builder.add(values[3], offset))
+            _store_rounded(builder, target, builder.add(values[3], offset), row)
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _store_rounded(builder: Builder, target: Array, at: Value, row: Value) -> None:
+    """Store 16 numbers as bfloat16, to the nearest, ties to even."""
+    name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
+    halves = ir.VectorType(_BFloat16(), LANES)
+    declared = builder.module.globals.get(name)
+    if declared is None:
+        declared = ir.Function(builder.module, ir.FunctionType(halves, [FLOATS]), name)
+    target.store_row(builder.bitcast(builder.call(declared, [row]), HALVES), at)
 
 
 @intrinsic

@@ -89,7 +89,7 @@ def call_function(builder: Builder, name: str, *values: Value) -> Value:
     return builder.call(declared, values)
 
 
-def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+def multiply_add_row(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     # fused where the processor can
     return call_function(builder, "llvm.fmuladd.v16f32", a, b, c)
 
@@ -153,7 +153,7 @@ def multiply_add(
                 number = a.load_everywhere(builder.add(a_rows[row], loop.index))
                 for vector in range(vector_count):
                     place = sums[row, vector]
-                    added = _multiply_add(builder, number, b_rows[vector], builder.load(place))
+                    added = multiply_add_row(builder, number, b_rows[vector], builder.load(place))
                     builder.store(added, place)
         for place in tile:
             c.store_row(builder.load(sums[place]), c_at(*place))
@@ -209,7 +209,9 @@ def dot_rows(
                 loaded_a = a.load_row(builder.add(a_rows[row], offset))
                 for column in range(column_count):
                     place = sums[row, column]
-                    added = _multiply_add(builder, loaded_a, loaded_b[column], builder.load(place))
+                    added = multiply_add_row(
+                        builder, loaded_a, loaded_b[column], builder.load(place)
+                    )
                     builder.store(added, place)
         totals = _sum_each(builder, [builder.load(sums[place]) for place in tile])
         for row in range(row_count):
@@ -267,7 +269,7 @@ def exponentials(typing_context, row, first, count, highest):
             power = _exponential(builder, builder.fsub(array.load_row(at), highest))
             array.store_row(power, at)
             builder.store(builder.fadd(builder.load(total), power), total)
-        return _reduce(builder, "llvm.vector.reduce.fadd.v16f32", builder.load(total), start=-0.0)
+        return sum_of_row(builder, builder.load(total))
 
     return signature, codegen
 
@@ -279,12 +281,12 @@ def _exponential(builder: Builder, x: Value) -> Value:
     x = builder.select(is_small, lowest, x)
     turns = builder.fmul(x, splat_constant(FLOATS, _LOG2_E))
     turns = call_function(builder, "llvm.rint.v16f32", turns)
-    rest = _multiply_add(builder, turns, splat_constant(FLOATS, -_LN2_HIGH), x)
-    rest = _multiply_add(builder, turns, splat_constant(FLOATS, -_LN2_LOW), rest)
+    rest = multiply_add_row(builder, turns, splat_constant(FLOATS, -_LN2_HIGH), x)
+    rest = multiply_add_row(builder, turns, splat_constant(FLOATS, -_LN2_LOW), rest)
     series = splat_constant(FLOATS, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
-        series = _multiply_add(builder, series, rest, splat_constant(FLOATS, term))
-    series = _multiply_add(builder, series, builder.fmul(rest, rest), rest)
+        series = multiply_add_row(builder, series, rest, splat_constant(FLOATS, term))
+    series = multiply_add_row(builder, series, builder.fmul(rest, rest), rest)
     series = builder.fadd(series, splat_constant(FLOATS, 1.0))
     exponent = builder.shl(builder.fptosi(turns, INTS), splat_constant(INTS, 23))
     power = builder.bitcast(builder.add(builder.bitcast(series, INTS), exponent), FLOATS)
@@ -310,6 +312,10 @@ def largest(typing_context, row, first, count):
         return _reduce(builder, "llvm.vector.reduce.fmax.v16f32", builder.load(found))
 
     return signature, codegen
+
+
+def sum_of_row(builder: Builder, vector: Value) -> Value:
+    return _reduce(builder, "llvm.vector.reduce.fadd.v16f32", vector, start=-0.0)
 
 
 def _reduce(builder: Builder, name: str, vector: Value, start: float | None = None) -> Value:
