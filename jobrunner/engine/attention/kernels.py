@@ -90,6 +90,7 @@ class Kernels:
 
     parts: tuple[Any, ...]
     run_on_threads: RunOnThreads
+    chunk_queries: int = CHUNK_QUERIES
 
     def attend(self, job_address: int, threads: int, chunk_tokens: int) -> None:
         """Store K and V of all tokens, then compute what each attends to, for the JOB there."""

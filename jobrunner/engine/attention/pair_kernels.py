@@ -45,8 +45,10 @@ from jobrunner.engine.attention.threads import RunOnThreads
 from jobrunner.engine.attention.tiles import LANES, as_pointer, call, take_next
 from jobrunner.engine.compiling import kept_compiled
 
-# positions that a chunk sees at a time, and a decode
-_CHUNK_SPAN, _DECODE_SPAN = 64, 256
+# positions that rows see at a time
+_SPAN = 256
+# queries of a chunk that are computed together
+CHUNK_QUERIES = 16
 # rows whose scores are computed together, as far as there are so many
 _ROWS = 12
 # groups from the one that is read to the one that is brought near
@@ -65,6 +67,7 @@ class PairKernels:
 
     parts: tuple[Any, ...]
     run_on_threads: RunOnThreads
+    chunk_queries: int = CHUNK_QUERIES
 
     def attend(self, job_address: int, threads: int, chunk_tokens: int) -> None:
         """Store K and V of all tokens, and compute what each attends to, for the JOB there."""
@@ -80,7 +83,7 @@ class PairKernels:
 @cache
 def compiled() -> PairKernels:
     """Compile, or find what was compiled before."""
-    sources = (Path(module.__file__) for module in (kernels, tiles, pair_tiles))
+    sources = [Path(str(module.__file__)) for module in (kernels, tiles, pair_tiles)]
     with kept_compiled("attention-pairs", Path(__file__), *sources):
         return _compile()
 
@@ -145,8 +148,8 @@ def _compile() -> PairKernels:
         groups = job.table_width * positions // LANES + 2 + _AHEAD if job.decode_pieces else 0
         key_starts, value_starts = np.empty(groups, np.int64), np.empty(groups, np.int64)
         q = np.empty(queries * half, np.int32)
-        scores = np.empty(queries * _DECODE_SPAN, np.float32)
-        weights = np.empty(queries * _DECODE_SPAN, np.uint16)
+        scores = np.empty(queries * _SPAN, np.float32)
+        weights = np.empty(queries * _SPAN, np.uint16)
         weight_pairs = weights.view(np.int32)
         sums = np.empty(queries * W, np.float32)
         highest = np.empty(queries, np.float32)
@@ -177,8 +180,8 @@ def _compile() -> PairKernels:
                 _find_groups(
                     blocks_L, base, positions, origin, last, half, W, key_starts, value_starts
                 )
-            for begin in range(origin, last, _DECODE_SPAN):
-                count = min(_DECODE_SPAN, last - begin)
+            for begin in range(origin, last, _SPAN):
+                count = min(_SPAN, last - begin)
                 group = (begin - origin) // LANES
                 _score(
                     q,
@@ -187,19 +190,17 @@ def _compile() -> PairKernels:
                     key_starts,
                     group,
                     scores,
-                    _DECODE_SPAN,
+                    _SPAN,
                     queries,
                     count,
                     job.scale,
                 )
-                cap(scores, _DECODE_SPAN, queries, count, job.softcap)
+                cap(scores, _SPAN, queries, count, job.softcap)
                 for g in range(queries):
                     for s in range(first - begin):
-                        scores[g * _DECODE_SPAN + s] = -np.inf
-                _soften(scores, weights, _DECODE_SPAN, queries, count, highest, totals, sums, W)
-                _add(
-                    weight_pairs, _DECODE_SPAN, values, value_starts, group, sums, W, queries, count
-                )
+                        scores[g * _SPAN + s] = -np.inf
+                _soften(scores, weights, _SPAN, queries, count, highest, totals, sums, W)
+                _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, queries, count)
             for g in range(queries):
                 h = head * queries + g
                 if part < 0:
@@ -226,10 +227,10 @@ def _compile() -> PairKernels:
         half, queries = job.width // 2, job.heads // job.kv_heads
         groups = job.chunk_table_width * positions // LANES + 2 + _AHEAD if job.chunk_pieces else 0
         key_starts, value_starts = np.empty(groups, np.int64), np.empty(groups, np.int64)
-        most = queries * kernels.CHUNK_QUERIES if job.chunk_pieces else 0
+        most = queries * CHUNK_QUERIES if job.chunk_pieces else 0
         q = np.empty(most * half, np.int32)
-        scores = np.empty(most * _CHUNK_SPAN, np.float32)
-        weights = np.empty(most * _CHUNK_SPAN, np.uint16)
+        scores = np.empty(most * _SPAN, np.float32)
+        weights = np.empty(most * _SPAN, np.uint16)
         weight_pairs = weights.view(np.int32)
         sums = np.empty(most * W, np.float32)
         highest = np.empty(most, np.float32)
@@ -260,24 +261,22 @@ def _compile() -> PairKernels:
                 key_starts,
                 value_starts,
             )
-            for begin in range(origin, stop, _CHUNK_SPAN):
-                count = min(_CHUNK_SPAN, stop - begin)
+            for begin in range(origin, stop, _SPAN):
+                count = min(_SPAN, stop - begin)
                 group = (begin - origin) // LANES
-                _score(
-                    q, half, keys, key_starts, group, scores, _CHUNK_SPAN, rows, count, job.scale
-                )
-                cap(scores, _CHUNK_SPAN, rows, count, job.softcap)
+                _score(q, half, keys, key_starts, group, scores, _SPAN, rows, count, job.scale)
+                cap(scores, _SPAN, rows, count, job.softcap)
                 for i in range(own):
                     lowest = min(count, first_seen(start + i, kind, size) - begin)
                     after = max(0, start + i + 1 - begin)
                     for g in range(queries):
-                        at = (g * own + i) * _CHUNK_SPAN
+                        at = (g * own + i) * _SPAN
                         for s in range(lowest):
                             scores[at + s] = -np.inf
                         for s in range(after, count):
                             scores[at + s] = -np.inf
-                _soften(scores, weights, _CHUNK_SPAN, rows, count, highest, totals, sums, W)
-                _add(weight_pairs, _CHUNK_SPAN, values, value_starts, group, sums, W, rows, count)
+                _soften(scores, weights, _SPAN, rows, count, highest, totals, sums, W)
+                _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, rows, count)
             for g in range(queries):
                 h = head * queries + g
                 for i in range(own):
