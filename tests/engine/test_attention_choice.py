@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-import numba
 import pytest
 import torch
 
@@ -25,11 +24,10 @@ def chosen(caplog: pytest.LogCaptureFixture, wanted, device=CPU, dtype=torch.flo
 
 
 @pytest.mark.parametrize("wanted", ["auto", "kernels"])
-def test_a_cpu_gets_its_kernels(caplog, wanted):
-    backend, said = chosen(caplog, wanted)
+def test_a_cpu_gets_its_kernels(wanted):
+    backend = choose_backend(wanted, CPU, torch.float32, CALLS)
     assert backend.make_pool is KvPool
     assert backend.make_attention is NumbaPagedAttention
-    assert said.startswith(f"attention by compiled kernels (numba {numba.__version__}): ready in")
 
 
 @pytest.mark.parametrize("wanted", ["auto", "kernels"])

@@ -5,20 +5,24 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass, replace
 
+import numba
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobrunner.engine.attention import kernels
+from jobrunner.engine.attention import numba_paged
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError
-from jobrunner.engine.attention.kernels import _numba_threads, compiled
+from jobrunner.engine.attention.kernels import _numba_threads
 from jobrunner.engine.attention.numba_paged import (
     NumbaPagedAttention,
     chunk_work,
+    compiled,
     decode_work,
 )
+from jobrunner.engine.attention.pair_kernels import PairKernels
+from jobrunner.engine.attention.pair_tiles import multiplies_pairs
 from jobrunner.engine.attention.threads import torch_threads
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach
 
@@ -49,6 +53,8 @@ reaches = (
     | st.builds(Reach, window=st.integers(1, 300))
     | st.builds(Reach, chunk=st.integers(1, 300))
 )
+# some processors have other kernels for multiples of 16
+block_sizes = st.integers(1, 64) | st.sampled_from([16, 32, 48])
 contexts = st.integers(1, 40) | st.integers(1, 2000)
 
 
@@ -113,11 +119,8 @@ def paged_attention(
         tensor.fill_(float("nan"))
     order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(8))
     tables = [part.tolist() for part in order[: sum(counts)].split(counts)]
-    for (start, _), k, v, table in zip(case.pieces, case.k, case.v, tables, strict=True):
-        positions = torch.arange(start)
-        slots = torch.tensor(table)[positions // block_size] * block_size + positions % block_size
-        pool.write(1, slots, k[:, :start], v[:, :start])
     attention = NumbaPagedAttention(pool, CPU)
+    store_before(attention, case, tables)
     pieces = [Piece(*piece, table) for piece, table in zip(case.pieces, tables, strict=True)]
     single = [piece for piece in pieces if piece.stop - piece.start == 1]
     attention.begin(singles_of(single), pieces[len(single) :])
@@ -130,6 +133,23 @@ def paged_attention(
     packed = [torch.cat(case.q, dim=1), *news]
     attention.attend(*packed, options)
     return attention.attend(*packed, options)
+
+
+def store_before(attention: NumbaPagedAttention, case: Case, tables: list[list[int]]) -> None:
+    """Let the kernels store what was before the pass, for they alone know how."""
+    before = [
+        (Piece(0, start, table), q[:, :1].expand(-1, start, -1), k[:, :start], v[:, :start])
+        for (start, _), q, k, v, table in zip(
+            case.pieces, case.q, case.k, case.v, tables, strict=True
+        )
+        if start
+    ]
+    if before:
+        pieces, *tokens = zip(*before, strict=True)
+        packed = [torch.cat(parts, dim=1) for parts in tokens]
+        attention.begin(Singles(), pieces)
+        attention.attend(*packed, AttentionOptions(1.0))
+        attention.attend(*packed, AttentionOptions(1.0))
 
 
 def singles_of(pieces: list[Piece]) -> Singles:
@@ -157,7 +177,7 @@ some_settings = settings(
 @given(
     shape=shapes,
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    block_size=st.integers(1, 64),
+    block_size=block_sizes,
     lengths=st.lists(contexts, max_size=5),
     chunks=st.lists(
         st.tuples(st.integers(0, 300), st.integers(2, 140)).map(lambda it: (it[0], sum(it))),
@@ -184,15 +204,16 @@ def test_decodes_and_chunks_of_any_shape_equal_plain_attention(
 @given(
     shape=shapes,
     lengths=st.lists(contexts, min_size=1, max_size=8),
-    block_size=st.integers(1, 64),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    block_size=block_sizes,
     reach=reaches,
     with_sinks=st.booleans(),
 )
 def test_decodes_in_any_order_whose_contexts_are_cut_equal_plain_attention(
-    shape, lengths, block_size, reach, with_sinks
+    shape, lengths, dtype, block_size, reach, with_sinks
 ):
     pieces = [(length - 1, length) for length in lengths]
-    case = random_case(shape, pieces, torch.float32)
+    case = random_case(shape, pieces, dtype)
     sinks = torch.ones(shape.kv_heads * shape.queries) if with_sinks else None
     options = AttentionOptions(0.2, sinks=sinks)
     with pytest.MonkeyPatch.context() as patch:
@@ -221,7 +242,7 @@ def test_parts_of_contexts_cover_them_once_the_longest_first(lengths, most):
 
 def test_tiles_of_chunks_cover_them_once_those_that_see_most_first():
     chunks = [Piece(0, 40, []), Piece(100, 133, [])]
-    assert chunk_work(chunks, first_row=5).tolist() == [
+    assert chunk_work(chunks, first_row=5, most=32).tolist() == [
         [1, 77, 132, 133],
         [1, 45, 100, 132],
         [0, 37, 32, 40],
@@ -229,12 +250,13 @@ def test_tiles_of_chunks_cover_them_once_those_that_see_most_first():
     ]
 
 
-def test_a_value_that_is_not_a_number_reaches_the_result():
+@pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 4), (torch.bfloat16, 16)])
+def test_a_value_that_is_not_a_number_reaches_the_result(dtype, block_size):
     shape = Shape(1, 2, 16, 16)
-    case = random_case(shape, [(4, 5), (0, 3)], torch.float32)
+    case = random_case(shape, [(4, 5), (0, 3)], dtype)
     case.q[0][0] = float("nan")
     case.k[1][:, 1] = float("nan")
-    actual = paged_attention(case, AttentionOptions(0.2), EVERYTHING, 4)
+    actual = paged_attention(case, AttentionOptions(0.2), EVERYTHING, block_size)
     assert actual.isnan().any(dim=-1).tolist() == [
         [True, False],
         [False, False],
@@ -263,19 +285,46 @@ def test_what_is_compiled_outlives_a_collection_of_garbage():
     assert_near(paged_attention(case, options, EVERYTHING, 4), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [torch_threads(), _numba_threads()])
-def test_each_of_the_threads_takes_other_work(threads):
+def test_each_of_the_threads_takes_other_work(threads, dtype):
     if threads is None:
         pytest.skip("torch does not come with GNU's OpenMP")
     shape = Shape(3, 2, 16, 16)
-    case = random_case(shape, [(length - 1, length) for length in range(100, 160)], torch.float32)
+    decodes = [(length - 1, length) for length in range(100, 130)]
+    case = random_case(shape, [*decodes, (7, 150), (0, 33)], dtype)
     options = AttentionOptions(0.2)
-    made = replace(compiled(np.float32), run_on_threads=threads)
+    made = replace(compiled(dtype, 16, [AttentionCall(3, 16, 16)]), run_on_threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 3)
-        patch.setattr(kernels, "compiled", lambda stored: made)
+        patch.setattr(numba_paged, "compiled", lambda *pool: made)
         actual = paged_attention(case, options, EVERYTHING, 16)
     assert_near(actual, plain_attention(case, options, EVERYTHING))
+
+
+@pytest.mark.skipif(not multiplies_pairs(), reason="the processor has no products of pairs")
+def test_a_pool_gets_kernels_for_pairs_where_they_serve_it(caplog):
+    numba_paged._ready.cache_clear()
+    with caplog.at_level("INFO", logger="cbjob"):
+        served = [
+            compiled(dtype, block_size, [AttentionCall(2, *widths)])
+            for dtype, block_size, widths in (
+                (torch.bfloat16, 16, (64, 64)),
+                (torch.bfloat16, 48, (6, 80)),
+                (torch.bfloat16, 8, (64, 64)),
+                (torch.bfloat16, 16, (63, 64)),
+                (torch.bfloat16, 16, (64, 63)),
+                (torch.float32, 16, (64, 64)),
+            )
+        ]
+    assert [isinstance(each, PairKernels) for each in served] == [True] * 2 + [False] * 4
+    kinds = ("bfloat16 in pairs", "bfloat16", "float32")
+    ready = [f"attention by compiled kernels (numba {numba.__version__}, {kind})" for kind in kinds]
+    assert [
+        said.partition(": ready in ")[0] for said in caplog.messages if "ready" in said
+    ] == ready
+    slower = "faster ones serve a batching.block_size that is a multiple of 16"
+    assert caplog.messages.count(slower) == 1
 
 
 @pytest.mark.parametrize("window", [1, 3, 40])

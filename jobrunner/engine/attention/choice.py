@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,7 +45,8 @@ def choose_backend(
     """Return who attends to these calls: the kernels compiled for the device, else plain torch.
 
     `reference` is all that surrounds the kernels of a GPU, on any device, without them.
-    Logs which, and why not the kernels; compiles those of a CPU. Raises ModelError where kernels
+    Logs which, and why not the kernels; those of a CPU are compiled, and logged, for the first pool
+    of their kind. Raises ModelError where kernels
     are asked for and cannot be had.
     """
     if wanted == "reference":
@@ -56,7 +56,7 @@ def choose_backend(
     if wanted != "torch":
         found = why_no_kernels(device, dtype, calls)
         if found is None:
-            return _numba(dtype) if device.type == "cpu" else _triton_said()
+            return _numba() if device.type == "cpu" else _triton_said()
         reason = found
     if wanted == "kernels":
         raise ModelError(
@@ -86,19 +86,9 @@ def _why_no_numba(dtype: torch.dtype) -> str | None:
     return None
 
 
-def _numba(dtype: torch.dtype) -> Backend:
-    import numba
+def _numba() -> Backend:
+    from jobrunner.engine.attention.numba_paged import NumbaPagedAttention
 
-    from jobrunner.engine.attention import kernels
-    from jobrunner.engine.attention.numba_paged import STORED, NumbaPagedAttention
-
-    started = time.perf_counter()
-    kernels.compiled(STORED[dtype])
-    log.info(
-        "attention by compiled kernels (numba %s): ready in %.1f s",
-        numba.__version__,
-        time.perf_counter() - started,
-    )
     return Backend(KvPool, NumbaPagedAttention)
 
 

@@ -31,12 +31,8 @@ from jobrunner.engine.attention.tiles import (
     dot_rows,
     exponentials,
     largest,
-    multiplies_pairs,
     multiply_add,
-    multiply_add_pairs,
-    pair_rows,
     prefetch,
-    round_row,
     take_next,
 )
 from jobrunner.engine.compiling import kept_compiled
@@ -66,8 +62,8 @@ _INTEGERS = """
 # the table, `lengths_B` tokens with their own; after them the chunks, from `starts_C` up to
 # `stops_C`. Pieces of work: decode, first and last position, and which part it makes or -1 for
 # the whole; chunk, its first row, first and last position. To merge: decode, first and last
-# part; X is W and two more. `softcap` 0 means none. `counters` are two, of the pieces that
-# threads have taken.
+# part; X is W and two more. `softcap` 0 means none. `counters` are zero before each
+# call.
 JOB = np.dtype(
     [
         *((name, np.int64) for name in _INTEGERS.split()),
@@ -76,11 +72,13 @@ JOB = np.dtype(
     ],
     align=True,
 )
-_JOB = from_dtype(JOB)
-_CHUNKS_TAKEN, _DECODES_TAKEN = 0, 1
+JOB_TYPE = from_dtype(JOB)
+# places of the counters of pieces that threads have taken
+CHUNKS_TAKEN, DECODES_TAKEN, WRITES_TAKEN = 0, 1, 2
+COUNTERS = 3
 
 # called by other kernels only
-_inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
+inner = njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,9 @@ class Kernels:
 
     parts: tuple[Any, ...]
     run_on_threads: RunOnThreads
+    chunk_queries: int = CHUNK_QUERIES
 
-    def attend(self, job_address: int, threads: int) -> None:
+    def attend(self, job_address: int, threads: int, chunk_tokens: int) -> None:
         """Store K and V of all tokens, then compute what each attends to, for the JOB there."""
         write, work, chunks, decodes, merge = self.parts
         write.ctypes(job_address)
@@ -110,8 +109,7 @@ def compiled(stored: type[np.generic]) -> Kernels:
 
 
 def _compile(stored: type[np.generic]) -> Kernels:
-    pairs = stored is np.uint16 and multiplies_pairs()
-    entry = cfunc(types.void(types.CPointer(_JOB)), cache=True, error_model="numpy")
+    entry = cfunc(types.void(types.CPointer(JOB_TYPE)), cache=True, error_model="numpy")
 
     # functions are given by their addresses, as compiled code that calls others holds a copy of
     # them, which takes as long to compile again
@@ -124,7 +122,6 @@ def _compile(stored: type[np.generic]) -> Kernels:
     @entry
     def write(pointer):
         job = carray(pointer, 1)[0]
-        carray(as_pointer(job.counters), 2, np.int64)[:] = 0
         slots = job.blocks * job.positions
         keys = carray(as_pointer(job.keys_KNPD), job.kv_heads * slots * job.width, stored)
         values = carray(as_pointer(job.values_KNPW), job.kv_heads * slots * job.value_width, stored)
@@ -160,7 +157,7 @@ def _compile(stored: type[np.generic]) -> Kernels:
     @entry
     def decodes(pointer):
         job = carray(pointer, 1)[0]
-        counters = carray(as_pointer(job.counters), 2, np.int64)
+        counters = carray(as_pointer(job.counters), COUNTERS, np.int64)
         width, value_width, positions = job.width, job.value_width, job.positions
         table_RL = carray(as_pointer(job.table_RL), (job.table_rows, job.table_width), np.int32)
         rows_B = carray(as_pointer(job.decode_rows_B), job.decodes, np.int64)
@@ -176,25 +173,25 @@ def _compile(stored: type[np.generic]) -> Kernels:
         out_THW = carray(as_pointer(job.out_THW), (job.tokens, job.heads, value_width), stored)
         sinks_H = carray(as_pointer(job.sinks_H), job.heads * job.has_sinks, np.float32)
 
-        D, W = _padded(width), _padded(value_width)
+        D, W = padded(width), padded(value_width)
         queries = job.heads // job.kv_heads
         per_span = max(1, _SPAN // positions)
-        span = _padded(per_span * positions)
+        span = padded(per_span * positions)
         q = np.zeros(queries * D, np.float32)
         scores = np.empty(queries * span, np.float32)
         sums = np.empty(queries * W, np.float32)
         highest = np.empty(queries, np.float32)
         totals = np.empty(queries, np.float32)
         # room for a block whose rows are no multiple of 16, or for none
-        padded = np.zeros(positions * max(D, W), stored)
+        whole_rows = np.zeros(positions * max(D, W), stored)
 
         while True:
-            taken = take_next(counters, _DECODES_TAKEN)
+            taken = take_next(counters, DECODES_TAKEN)
             if taken >= job.decode_pieces * job.kv_heads:
                 break
             piece, head = divmod(taken, job.kv_heads)
             b, first, last, part = work_I4[piece]
-            first = max(first, _first_seen(lengths_B[b] - 1, job.reach_kind, job.reach_size))
+            first = max(first, first_seen(lengths_B[b] - 1, job.reach_kind, job.reach_size))
             for g in range(queries):
                 at = (head * queries + g) * job.q_head_stride + b * job.q_token_stride
                 _load_row(q_HTD, at, width, q, g * D, job.scale)
@@ -215,11 +212,11 @@ def _compile(stored: type[np.generic]) -> Kernels:
                         prefetch(keys, ahead, positions * width)
                     source, at = keys, slot * width
                     if width != D:
-                        _pad_rows(keys, at, width, padded, D, end - begin)
-                        source, at = padded, 0
+                        _pad_rows(keys, at, width, whole_rows, D, end - begin)
+                        source, at = whole_rows, 0
                     _dots(q, source, at, scores, begin - start, span, D, queries, end - begin)
-                _cap(scores, span, queries, stop - start, job.softcap)
-                _soften(scores, span, queries, stop - start, highest, totals, sums, W)
+                cap(scores, span, queries, stop - start, job.softcap)
+                soften(scores, span, queries, stop - start, highest, totals, sums, W)
                 for block in range(span_block, end_block):
                     begin, end = max(start, block * positions), min(stop, (block + 1) * positions)
                     slot = (base + blocks_L[block] - block) * positions + begin
@@ -228,8 +225,8 @@ def _compile(stored: type[np.generic]) -> Kernels:
                         prefetch(values, ahead, positions * value_width)
                     source, at = values, slot * value_width
                     if value_width != W:
-                        _pad_rows(values, at, value_width, padded, W, end - begin)
-                        source, at = padded, 0
+                        _pad_rows(values, at, value_width, whole_rows, W, end - begin)
+                        source, at = whole_rows, 0
                     _add_rows(
                         scores, begin - start, span, source, at, sums, W, queries, end - begin
                     )
@@ -238,11 +235,93 @@ def _compile(stored: type[np.generic]) -> Kernels:
                 if part < 0:
                     _store_row(sums, g * W, highest[g], totals[g], sinks_H, h, out_THW[b, h])
                 else:
-                    _keep(sums, g * W, highest[g], totals[g], parts_IHX[part, h])
+                    keep(sums, g * W, highest[g], totals[g], parts_IHX[part, h])
 
     @entry
+    def chunks(pointer):
+        job = carray(pointer, 1)[0]
+        counters = carray(as_pointer(job.counters), COUNTERS, np.int64)
+        width, value_width, positions = job.width, job.value_width, job.positions
+        kind, size = job.reach_kind, job.reach_size
+        table_CL = carray(
+            as_pointer(job.chunk_table_CL), (job.chunks, job.chunk_table_width), np.int32
+        )
+        work_I4 = carray(as_pointer(job.chunk_work_I4), (job.chunk_pieces, 4), np.int64)
+        slots = job.kv_heads * job.blocks * positions
+        keys = carray(as_pointer(job.keys_KNPD), slots * width, stored)
+        values = carray(as_pointer(job.values_KNPW), slots * value_width, stored)
+        q_HTD = carray(as_pointer(job.q_HTD), job.heads * job.q_head_stride, stored)
+        out_THW = carray(as_pointer(job.out_THW), (job.tokens, job.heads, value_width), stored)
+        sinks_H = carray(as_pointer(job.sinks_H), job.heads * job.has_sinks, np.float32)
+
+        W = padded(value_width)
+        queries = job.heads // job.kv_heads
+        most = queries * CHUNK_QUERIES if job.chunk_pieces else 0
+        q = np.empty(most * width, np.float32)
+        scores = np.empty(most * _KEYS, np.float32)
+        sums = np.empty(most * W, np.float32)
+        highest = np.empty(most, np.float32)
+        totals = np.empty(most, np.float32)
+        k_DS = np.zeros(width * _KEYS, np.float32)
+        v_SW = np.zeros(_KEYS * W, np.float32)
+
+        while True:
+            taken = take_next(counters, CHUNKS_TAKEN)
+            if taken >= job.chunk_pieces * job.kv_heads:
+                break
+            piece, head = divmod(taken, job.kv_heads)
+            chunk, first_row, start, stop = work_I4[piece]
+            own = stop - start
+            rows = own * queries
+            for g in range(queries):
+                for i in range(own):
+                    at = (head * queries + g) * job.q_head_stride + (
+                        first_row + i
+                    ) * job.q_token_stride
+                    _load_row(q_HTD, at, width, q, (g * own + i) * width, job.scale)
+            blocks_L, base = table_CL[chunk], head * job.blocks
+            highest[:] = -np.inf
+            totals[:] = 0
+            sums[:] = 0
+            for begin in range(first_seen(start, kind, size), stop, _KEYS):
+                count = min(_KEYS, stop - begin)
+                for s in range(count):
+                    slot = base * positions + _slot(blocks_L, begin + s, positions)
+                    for d in range(width):
+                        k_DS[d * _KEYS + s] = as_float32(keys[slot * width + d])
+                    for w in range(value_width):
+                        v_SW[s * W + w] = as_float32(values[slot * value_width + w])
+                _products(q, width, k_DS, scores, rows, padded(count))
+                cap(scores, _KEYS, rows, count, job.softcap)
+                for i in range(own):
+                    lowest = min(count, first_seen(start + i, kind, size) - begin)
+                    after = max(0, start + i + 1 - begin)
+                    for g in range(queries):
+                        at = (g * own + i) * _KEYS
+                        for s in range(lowest):
+                            scores[at + s] = -np.inf
+                        for s in range(after, count):
+                            scores[at + s] = -np.inf
+                soften(scores, _KEYS, rows, count, highest, totals, sums, W)
+                _add_rows(scores, 0, _KEYS, v_SW, 0, sums, W, rows, count)
+            for g in range(queries):
+                h = head * queries + g
+                for i in range(own):
+                    r = g * own + i
+                    target = out_THW[first_row + i, h]
+                    _store_row(sums, r * W, highest[r], totals[r], sinks_H, h, target)
+
+    parts = (write, work, chunks, decodes, compile_merge(stored))
+    return Kernels(parts, threads_of())
+
+
+def compile_merge(stored: type[np.generic]) -> Any:
+    """Compile what ends a call: it joins the parts of contexts that were cut."""
+
+    @cfunc(types.void(types.CPointer(JOB_TYPE)), cache=True, error_model="numpy")
     def merge(pointer):
         job = carray(pointer, 1)[0]
+        carray(as_pointer(job.counters), COUNTERS, np.int64)[:] = 0
         width = job.value_width
         merges_I3 = carray(as_pointer(job.merges_I3), (job.merges, 3), np.int64)
         parts_IHX = carray(as_pointer(job.parts_IHX), (job.parts, job.heads, width + 2), np.float32)
@@ -264,104 +343,12 @@ def _compile(stored: type[np.generic]) -> Kernels:
                         sums[w] += parts_IHX[part, h, w] * factor
                 _store_row(sums, 0, highest, total, sinks_H, h, out_THW[b, h])
 
-    @entry
-    def chunks(pointer):
-        job = carray(pointer, 1)[0]
-        counters = carray(as_pointer(job.counters), 2, np.int64)
-        width, value_width, positions = job.width, job.value_width, job.positions
-        kind, size = job.reach_kind, job.reach_size
-        table_CL = carray(
-            as_pointer(job.chunk_table_CL), (job.chunks, job.chunk_table_width), np.int32
-        )
-        work_I4 = carray(as_pointer(job.chunk_work_I4), (job.chunk_pieces, 4), np.int64)
-        slots = job.kv_heads * job.blocks * positions
-        keys = carray(as_pointer(job.keys_KNPD), slots * width, stored)
-        values = carray(as_pointer(job.values_KNPW), slots * value_width, stored)
-        q_HTD = carray(as_pointer(job.q_HTD), job.heads * job.q_head_stride, stored)
-        out_THW = carray(as_pointer(job.out_THW), (job.tokens, job.heads, value_width), stored)
-        sinks_H = carray(as_pointer(job.sinks_H), job.heads * job.has_sinks, np.float32)
+    return merge
 
-        W = _padded(value_width)
-        queries = job.heads // job.kv_heads
-        most = queries * CHUNK_QUERIES if job.chunk_pieces else 0
-        q = np.empty(0 if pairs else most * width, np.float32)
-        scores = np.empty(most * _KEYS, np.float32)
-        sums = np.empty(most * W, np.float32)
-        highest = np.empty(most, np.float32)
-        totals = np.empty(most, np.float32)
-        k_DS = np.zeros(0 if pairs else width * _KEYS, np.float32)
-        v_SW = np.zeros(0 if pairs else _KEYS * W, np.float32)
-        # the same in pairs of bfloat16 along what is summed over
-        half = (width + 1) // 2
-        q_pairs = np.zeros(most * half if pairs else 0, np.int32)
-        k_pairs = np.zeros(half * _KEYS if pairs else 0, np.int32)
-        v_pairs = np.zeros(_KEYS // 2 * W if pairs else 0, np.int32)
-        weights = np.zeros(most * _KEYS if pairs else 0, np.uint16)
-        weight_pairs, q_halves = weights.view(np.int32), q_pairs.view(np.uint16)
 
-        while True:
-            taken = take_next(counters, _CHUNKS_TAKEN)
-            if taken >= job.chunk_pieces * job.kv_heads:
-                break
-            piece, head = divmod(taken, job.kv_heads)
-            chunk, first_row, start, stop = work_I4[piece]
-            own = stop - start
-            rows = own * queries
-            for g in range(queries):
-                for i in range(own):
-                    at = (head * queries + g) * job.q_head_stride + (
-                        first_row + i
-                    ) * job.q_token_stride
-                    r = g * own + i
-                    if pairs:
-                        _copy_row(q_HTD, at, width, q_halves, r * 2 * half)
-                    else:
-                        _load_row(q_HTD, at, width, q, r * width, job.scale)
-            blocks_L, base = table_CL[chunk], head * job.blocks
-            highest[:] = -np.inf
-            totals[:] = 0
-            sums[:] = 0
-            for begin in range(_first_seen(start, kind, size), stop, _KEYS):
-                count = min(_KEYS, stop - begin)
-                if pairs:
-                    _pair_keys(keys, width, blocks_L, base, positions, begin, count, k_pairs)
-                    _pair_values(
-                        values, value_width, blocks_L, base, positions, begin, count, v_pairs, W
-                    )
-                    _pair_products(q_pairs, half, k_pairs, scores, rows, _padded(count), job.scale)
-                else:
-                    for s in range(count):
-                        slot = base * positions + _slot(blocks_L, begin + s, positions)
-                        for d in range(width):
-                            k_DS[d * _KEYS + s] = as_float32(keys[slot * width + d])
-                        for w in range(value_width):
-                            v_SW[s * W + w] = as_float32(values[slot * value_width + w])
-                    _products(q, width, k_DS, scores, rows, _padded(count))
-                _cap(scores, _KEYS, rows, count, job.softcap)
-                for i in range(own):
-                    lowest = min(count, _first_seen(start + i, kind, size) - begin)
-                    after = max(0, start + i + 1 - begin)
-                    for g in range(queries):
-                        at = (g * own + i) * _KEYS
-                        for s in range(lowest):
-                            scores[at + s] = -np.inf
-                        for s in range(after, count):
-                            scores[at + s] = -np.inf
-                _soften(scores, _KEYS, rows, count, highest, totals, sums, W)
-                if pairs:
-                    _pair_weights(scores, weights, rows, _padded(count))
-                    _add_pairs(weight_pairs, v_pairs, sums, W, rows, (count + 1) // 2)
-                else:
-                    _add_rows(scores, 0, _KEYS, v_SW, 0, sums, W, rows, count)
-            for g in range(queries):
-                h = head * queries + g
-                for i in range(own):
-                    r = g * own + i
-                    target = out_THW[first_row + i, h]
-                    _store_row(sums, r * W, highest[r], totals[r], sinks_H, h, target)
-
-    parts = (write, work, chunks, decodes, merge)
-    return Kernels(parts, torch_threads() or _numba_threads())
+def threads_of() -> RunOnThreads:
+    """Return what runs compiled code on torch's threads, or on numba's."""
+    return torch_threads() or _numba_threads()
 
 
 def _numba_threads() -> RunOnThreads:
@@ -373,8 +360,8 @@ def _numba_threads() -> RunOnThreads:
     return run  # type: ignore[no-any-return]
 
 
-@_inner
-def _first_seen(own, reach_kind, reach_size):
+@inner
+def first_seen(own, reach_kind, reach_size):
     if reach_kind == SEES_WINDOW:
         return max(0, own - reach_size + 1)
     if reach_kind == SEES_CHUNK:
@@ -382,17 +369,17 @@ def _first_seen(own, reach_kind, reach_size):
     return 0
 
 
-@_inner
-def _padded(count):
+@inner
+def padded(count):
     return (count + LANES - 1) // LANES * LANES
 
 
-@_inner
+@inner
 def _slot(blocks_L, position, positions):
     return blocks_L[position // positions] * positions + position % positions
 
 
-@_inner
+@inner
 def _copy(source, strides, token, target, slot, slots, heads, width):
     """Store the row of a token in its slot, for each kv head."""
     for head in range(heads):
@@ -402,40 +389,39 @@ def _copy(source, strides, token, target, slot, slots, heads, width):
             target[at + i] = source[begin + i]
 
 
-@_inner
-def _copy_row(source, at, count, target, first):
-    for i in range(count):
-        target[first + i] = source[at + i]
-
-
-@_inner
+@inner
 def _load_row(source, at, count, target, first, factor):
     for i in range(count):
         target[first + i] = as_float32(source[at + i]) * factor
 
 
-@_inner
-def _store_row(sums, first, highest, total, sinks_H, head, target):
-    """Divide by the sum of all weights; a sink takes its share and gives nothing."""
+@inner
+def share_of_total(highest, total, sinks_H, head):
+    """What sums are multiplied with: 1 over all weights; a sink takes its share, gives nothing."""
     factor = np.float32(1.0)
     if sinks_H.shape[0]:
         top = max(highest, sinks_H[head])
         factor = math.exp(highest - top)  # type: ignore[assignment]
         total = total * factor + math.exp(sinks_H[head] - top)
-    factor /= total
+    return np.float32(factor / total)
+
+
+@inner
+def _store_row(sums, first, highest, total, sinks_H, head, target):
+    share = share_of_total(highest, total, sinks_H, head)
     for i in range(target.shape[0]):
-        target[i] = as_stored(sums[first + i] * factor, target)
+        target[i] = as_stored(sums[first + i] * share, target)
 
 
-@_inner
-def _keep(sums, first, highest, total, target):
+@inner
+def keep(sums, first, highest, total, target):
     width = target.shape[0] - 2
     for i in range(width):
         target[i] = sums[first + i]
     target[width], target[width + 1] = highest, total
 
 
-@_inner
+@inner
 def _pad_rows(source, first, width, target, target_width, count):
     """Copy rows so that each one ends with zeros, up to a multiple of 16."""
     for row in range(count):
@@ -445,25 +431,25 @@ def _pad_rows(source, first, width, target, target_width, count):
             target[row * target_width + i] = 0
 
 
-@_inner
-def _cap(scores, span, rows, count, softcap):
+@inner
+def cap(scores, span, rows, count, softcap):
     if softcap > 0:
         for r in range(rows):
             for i in range(r * span, r * span + count):
                 scores[i] = softcap * math.tanh(scores[i] / softcap)
 
 
-@_inner
-def _soften(scores, span, rows, count, highest, totals, sums, W):
+@inner
+def soften(scores, span, rows, count, highest, totals, sums, W):
     """Make weights of scores, relative to the highest so far, to which the sums are brought too."""
     for r in range(rows):
         at = r * span
-        for i in range(at + count, at + _padded(count)):
+        for i in range(at + count, at + padded(count)):
             scores[i] = -np.inf
-        top = max(highest[r], largest(scores, at, _padded(count)))
+        top = max(highest[r], largest(scores, at, padded(count)))
         if top == -np.inf:
             # none of them is seen
-            for i in range(at, at + _padded(count)):
+            for i in range(at, at + padded(count)):
                 scores[i] = 0
             continue
         if top > highest[r]:
@@ -472,10 +458,10 @@ def _soften(scores, span, rows, count, highest, totals, sums, W):
             totals[r] *= factor
             for i in range(r * W, (r + 1) * W):
                 sums[i] *= factor
-        totals[r] += exponentials(scores, at, _padded(count), top)
+        totals[r] += exponentials(scores, at, padded(count), top)
 
 
-@_inner
+@inner
 def _dots(q, keys, at, scores, first, span, D, rows, count):
     """Scores of every row of Q with `count` rows of K."""
     whole = count // 4 * 4
@@ -500,7 +486,7 @@ def _dots(q, keys, at, scores, first, span, D, rows, count):
         r += left
 
 
-@_inner
+@inner
 def _add_rows(weights, first, span, values, at, sums, W, rows, count):
     """Add to each row of sums `count` rows of V by their weights."""
     r = 0
@@ -526,7 +512,7 @@ def _add_rows(weights, first, span, values, at, sums, W, rows, count):
         r += left
 
 
-@_inner
+@inner
 def _products(q, width, k_DS, scores, rows, count):
     """Scores of every row of Q with `count` columns of K, a multiple of 16."""
     n, r = width, 0
@@ -542,97 +528,4 @@ def _products(q, width, k_DS, scores, rows, count):
         else:
             for s in range(0, count, LANES):
                 multiply_add(q, a, n, k_DS, s, _KEYS, scores, c + s, _KEYS, n, 1, 1, 0)
-            r += 1
-
-
-@_inner
-def _pair_keys(keys, width, blocks_L, base, positions, begin, count, k_pairs):
-    """Lay K of `count` positions out as columns of pairs."""
-    halves = k_pairs.view(np.uint16)
-    whole = keys.view(np.int32) if width % 2 == 0 else k_pairs
-    for s in range(count):
-        slot = base * positions + _slot(blocks_L, begin + s, positions)
-        if width % 2 == 0:
-            at = slot * width // 2
-            for d in range(width // 2):
-                k_pairs[d * _KEYS + s] = whole[at + d]
-        else:
-            for d in range(width):
-                halves[(d // 2 * _KEYS + s) * 2 + d % 2] = keys[slot * width + d]
-
-
-@_inner
-def _pair_values(values, width, blocks_L, base, positions, begin, count, v_pairs, W):
-    """Lay V of `count` positions out as rows of pairs, of two positions each."""
-    for s in range(0, count, 2):
-        first = (base * positions + _slot(blocks_L, begin + s, positions)) * width
-        target = s // 2 * W
-        if s + 1 < count:
-            second = (base * positions + _slot(blocks_L, begin + s + 1, positions)) * width
-            whole = width // LANES * LANES
-            pair_rows(values, first, second, v_pairs, target, whole)
-            for w in range(whole, width):
-                high = np.int32(values[second + w]) << np.int32(16)
-                v_pairs[target + w] = np.int32(values[first + w]) | high
-        else:
-            for w in range(width):
-                v_pairs[target + w] = np.int32(values[first + w])
-
-
-@_inner
-def _pair_products(q_pairs, half, k_pairs, scores, rows, count, scale):
-    """Scores of every row of Q with `count` columns of K, a multiple of 16."""
-    n, r = half, 0
-    wide = count // (4 * LANES) * 4 * LANES
-    while r < rows:
-        a, c = r * n, r * _KEYS
-        if r + 4 <= rows:
-            for s in range(0, wide, 4 * LANES):
-                multiply_add_pairs(
-                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 4, 4, 0
-                )
-            for s in range(wide, count, LANES):
-                multiply_add_pairs(
-                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 4, 1, 0
-                )
-            r += 4
-        else:
-            for s in range(0, count, LANES):
-                multiply_add_pairs(
-                    q_pairs, a, n, k_pairs, s, _KEYS, scores, c + s, _KEYS, n, scale, 1, 1, 0
-                )
-            r += 1
-
-
-@_inner
-def _pair_weights(scores, weights, rows, count):
-    for r in range(rows):
-        round_row(scores, r * _KEYS, weights, r * _KEYS, count)
-
-
-@_inner
-def _add_pairs(weights, v_pairs, sums, W, rows, count):
-    """Add to each row of sums `count` rows of pairs of V by their weights."""
-    stride = _KEYS // 2
-    r = 0
-    while r < rows:
-        a, c = r * stride, r * W
-        if r + 4 <= rows:
-            w = 0
-            while w + 4 * LANES <= W:
-                multiply_add_pairs(
-                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 4, 4, 1
-                )
-                w += 4 * LANES
-            while w < W:
-                multiply_add_pairs(
-                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 4, 1, 1
-                )
-                w += LANES
-            r += 4
-        else:
-            for w in range(0, W, LANES):
-                multiply_add_pairs(
-                    weights, a, stride, v_pairs, w, W, sums, c + w, W, count, np.float32(1), 1, 1, 1
-                )
             r += 1

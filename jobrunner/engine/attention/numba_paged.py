@@ -7,14 +7,23 @@ C chunks, I pieces of work, four numbers each.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
+from functools import cache
 
+import numba
 import numpy as np
 import torch
 
-from jobrunner.engine.attention import kernels
+from jobrunner.engine.attention import kernels, pair_kernels
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, UnservedError
-from jobrunner.engine.kv import KvPool, Reach
+from jobrunner.engine.attention.pair_tiles import multiplies_pairs
+from jobrunner.engine.kv import AttentionCall, KvPool, Reach
+
+log = logging.getLogger("cbjob")
+
+AnyKernels = kernels.Kernels | pair_kernels.PairKernels
 
 STORED = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 
@@ -31,7 +40,7 @@ class NumbaPagedAttention:
         if pool.dtype not in STORED or device.type != "cpu":
             raise UnservedError(f"there are no kernels for {pool.dtype} on {device.type}")
         self._pool = pool
-        self._kernels = kernels.compiled(STORED[pool.dtype])
+        self._kernels = compiled(pool.dtype, pool.block_size, pool.calls)
         self._call = 0
         self._threads = 1
         self._jobs = np.zeros(len(pool.calls), dtype=kernels.JOB)
@@ -39,7 +48,7 @@ class NumbaPagedAttention:
         self._job_addresses = [first + i * kernels.JOB.itemsize for i in range(len(pool.calls))]
         # the jobs hold addresses only: what is there has to live as long as they do
         self._held: list[np.ndarray] = []
-        self._parts = 0
+        self._parts = self._chunk_tokens = 0
         self._jobs["keys_KNPD"] = [keys.data_ptr() for keys in pool.keys]
         self._jobs["values_KNPW"] = [values.data_ptr() for values in pool.values]
         self._jobs["blocks"], self._jobs["positions"] = pool.block_count, pool.block_size
@@ -53,7 +62,7 @@ class NumbaPagedAttention:
         self._call = 0
         self._held.clear()
         self._threads = torch.get_num_threads()
-        self._point("counters", np.zeros(2, dtype=np.int64))
+        self._point("counters", np.zeros(kernels.COUNTERS, dtype=np.int64))
         table_RL, rows_B, lengths_B = singles.table, singles.rows, singles.lengths
         self._jobs["decodes"] = len(rows_B)
         self._jobs["table_rows"], self._jobs["table_width"] = table_RL.shape
@@ -67,13 +76,14 @@ class NumbaPagedAttention:
         self._jobs["parts"] = self._parts = int(merges_I3[-1, 2]) if len(merges_I3) else 0
 
         table_CL = block_table(pieces, self._pool.block_size)
-        chunk_work_I4 = chunk_work(pieces, len(rows_B))
+        chunk_work_I4 = chunk_work(pieces, len(rows_B), self._kernels.chunk_queries)
         self._jobs["chunks"], self._jobs["chunk_table_width"] = table_CL.shape
         self._jobs["chunk_pieces"] = len(chunk_work_I4)
         self._point("chunk_table_CL", table_CL)
         self._point("starts_C", np.array([chunk.start for chunk in pieces], dtype=np.int64))
         self._point("stops_C", np.array([chunk.stop for chunk in pieces], dtype=np.int64))
         self._point("chunk_work_I4", chunk_work_I4)
+        self._chunk_tokens = sum(piece.stop - piece.start for piece in pieces)
 
     def attend(
         self,
@@ -103,7 +113,7 @@ class NumbaPagedAttention:
         if self._parts:
             parts_IHX = torch.empty(self._parts, heads, width + 2)
             job["parts_IHX"] = parts_IHX.data_ptr()
-        self._kernels.attend(address, self._threads)
+        self._kernels.attend(address, self._threads, self._chunk_tokens)
         return out_THW
 
     def _longest_part(self, lengths_B: np.ndarray) -> int:
@@ -122,6 +132,33 @@ class NumbaPagedAttention:
         """Let every job find this array."""
         self._held.append(array)
         self._jobs[name] = array.ctypes.data
+
+
+def compiled(dtype: torch.dtype, block_size: int, calls: Sequence[AttentionCall]) -> AnyKernels:
+    """Return the best kernels for a pool of such blocks, which only these can read then.
+
+    Logs which, and how long it took to have them, the first time in a process.
+    """
+    in_pairs = dtype == torch.bfloat16 and all(
+        pair_kernels.serves(block_size, call.key_width, call.value_width) for call in calls
+    )
+    return _ready(dtype, in_pairs)
+
+
+@cache
+def _ready(dtype: torch.dtype, in_pairs: bool) -> AnyKernels:
+    started = time.perf_counter()
+    ready = pair_kernels.compiled() if in_pairs else kernels.compiled(STORED[dtype])
+    kind = f"{str(dtype).removeprefix('torch.')}{' in pairs' if in_pairs else ''}"
+    log.info(
+        "attention by compiled kernels (numba %s, %s): ready in %.1f s",
+        numba.__version__,
+        kind,
+        time.perf_counter() - started,
+    )
+    if dtype == torch.bfloat16 and not in_pairs and multiplies_pairs():
+        log.info("faster ones serve a batching.block_size that is a multiple of 16")
+    return ready
 
 
 def block_table(pieces: Sequence[Piece], block_size: int) -> np.ndarray:
@@ -156,15 +193,15 @@ def decode_work(lengths_B: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarra
     return np.ascontiguousarray(work_I4), np.ascontiguousarray(merges_M3)
 
 
-def chunk_work(chunks: Sequence[Piece], first_row: int) -> np.ndarray:
-    """Cut chunks into tiles of queries, those that see most first.
+def chunk_work(chunks: Sequence[Piece], first_row: int, most: int) -> np.ndarray:
+    """Cut chunks into tiles of at most `most` queries, those that see most first.
 
     Returns chunk, row of the first query in the packed row, first and last position.
     """
     work = []
     for index, chunk in enumerate(chunks):
-        for start in range(chunk.start, chunk.stop, kernels.CHUNK_QUERIES):
-            stop = min(start + kernels.CHUNK_QUERIES, chunk.stop)
+        for start in range(chunk.start, chunk.stop, most):
+            stop = min(start + most, chunk.stop)
             work.append((index, first_row + start - chunk.start, start, stop))
         first_row += chunk.stop - chunk.start
     work.sort(key=lambda piece: -piece[3])

@@ -12,7 +12,6 @@ import math
 from typing import Any
 
 import llvmlite.ir as ir
-from llvmlite.binding import get_host_cpu_features
 from numba.core import types
 from numba.core.cgutils import alloca_once, for_range
 from numba.extending import intrinsic
@@ -20,12 +19,12 @@ from numba.extending import intrinsic
 LANES = 16
 _LINE_BYTES = 64
 
-_FLOAT = ir.FloatType()
-_INT = ir.IntType(32)
-_INDEX = ir.IntType(64)
-_FLOATS = ir.VectorType(_FLOAT, LANES)
-_INTS = ir.VectorType(_INT, LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
+FLOAT = ir.FloatType()
+INT = ir.IntType(32)
+INDEX = ir.IntType(64)
+FLOATS = ir.VectorType(FLOAT, LANES)
+INTS = ir.VectorType(INT, LANES)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
 _LOG2_E = math.log2(math.e)
 # e^x = 2^n * p(r): Cephes' expf, error below 2 units in the last place
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
@@ -37,7 +36,7 @@ Value = Any
 Builder = Any
 
 
-class _Array:
+class Array:
     """A flat array inside emitted code."""
 
     def __init__(self, context: Any, builder: Builder, kind: types.Array, value: Value) -> None:
@@ -52,35 +51,36 @@ class _Array:
         """Load 16 numbers as float32."""
         builder, pointer = self._builder, self.at(index)
         if not self._is_bfloat16:
-            return builder.load(builder.bitcast(pointer, _FLOATS.as_pointer()), align=4)
-        halves = builder.load(builder.bitcast(pointer, _HALVES.as_pointer()), align=2)
-        return self._widen(builder.zext(halves, _INTS))
+            return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=4)
+        halves = builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=2)
+        return self._widen(builder.zext(halves, INTS))
 
     def _widen(self, bits: Value) -> Value:
-        shifted = self._builder.shl(bits, _splat_constant(_INTS, 16))
-        return self._builder.bitcast(shifted, _FLOATS)
+        shifted = self._builder.shl(bits, splat_constant(INTS, 16))
+        return self._builder.bitcast(shifted, FLOATS)
 
     def store_row(self, value: Value, index: Value) -> None:
         builder = self._builder
         pointer = builder.bitcast(self.at(index), value.type.as_pointer())
-        builder.store(value, pointer, align=4)
+        # by no more than the narrowest number may lie
+        builder.store(value, pointer, align=2)
 
     def load_everywhere(self, index: Value) -> Value:
         """Load one number of 32 bits into all lanes."""
-        return _splat(self._builder, self._builder.load(self.at(index)))
+        return splat(self._builder, self._builder.load(self.at(index)))
 
 
-def _splat_constant(kind: ir.VectorType, number: float) -> Value:
+def splat_constant(kind: ir.VectorType, number: float) -> Value:
     return ir.Constant(kind, [number] * kind.count)
 
 
-def _splat(builder: Builder, scalar: Value) -> Value:
+def splat(builder: Builder, scalar: Value) -> Value:
     undefined = ir.Constant(ir.VectorType(scalar.type, 1), ir.Undefined)
-    one = builder.insert_element(undefined, scalar, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(_INTS, [0] * LANES))
+    one = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(INTS, [0] * LANES))
 
 
-def _call(builder: Builder, name: str, *values: Value) -> Value:
+def call_function(builder: Builder, name: str, *values: Value) -> Value:
     kind = values[0].type
     declared = builder.module.globals.get(name)
     if declared is None:
@@ -89,13 +89,13 @@ def _call(builder: Builder, name: str, *values: Value) -> Value:
     return builder.call(declared, values)
 
 
-def _multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+def multiply_add_row(builder: Builder, a: Value, b: Value, c: Value) -> Value:
     # fused where the processor can
-    return _call(builder, "llvm.fmuladd.v16f32", a, b, c)
+    return call_function(builder, "llvm.fmuladd.v16f32", a, b, c)
 
 
-def _index(number: int) -> Value:
-    return ir.Constant(_INDEX, number)
+def index_of(number: int) -> Value:
+    return ir.Constant(INDEX, number)
 
 
 @intrinsic(prefer_literal=True)
@@ -126,175 +126,37 @@ def multiply_add(
     begins_with_c = bool(adds.literal_value)
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        a, b, c = (_Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
+        a, b, c = (Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
         a_first, a_stride, b_first, b_stride, c_first, c_stride = (
             values[i] for i in (1, 2, 4, 5, 7, 8)
         )
         tile = [(row, vector) for row in range(row_count) for vector in range(vector_count)]
 
         def a_at(row: int) -> Value:
-            return builder.add(a_first, builder.mul(a_stride, _index(row)))
+            return builder.add(a_first, builder.mul(a_stride, index_of(row)))
 
         def c_at(row: int, vector: int) -> Value:
-            begin = builder.add(c_first, builder.mul(c_stride, _index(row)))
-            return builder.add(begin, _index(LANES * vector))
+            begin = builder.add(c_first, builder.mul(c_stride, index_of(row)))
+            return builder.add(begin, index_of(LANES * vector))
 
-        sums = {place: alloca_once(builder, _FLOATS) for place in tile}
+        sums = {place: alloca_once(builder, FLOATS) for place in tile}
         for place in tile:
-            start = c.load_row(c_at(*place)) if begins_with_c else _splat_constant(_FLOATS, 0.0)
+            start = c.load_row(c_at(*place)) if begins_with_c else splat_constant(FLOATS, 0.0)
             builder.store(start, sums[place])
         a_rows = [a_at(row) for row in range(row_count)]
         with for_range(builder, values[9]) as loop:
             begin = builder.add(b_first, builder.mul(b_stride, loop.index))
             b_rows = [
-                b.load_row(builder.add(begin, _index(LANES * v))) for v in range(vector_count)
+                b.load_row(builder.add(begin, index_of(LANES * v))) for v in range(vector_count)
             ]
             for row in range(row_count):
                 number = a.load_everywhere(builder.add(a_rows[row], loop.index))
                 for vector in range(vector_count):
                     place = sums[row, vector]
-                    added = _multiply_add(builder, number, b_rows[vector], builder.load(place))
+                    added = multiply_add_row(builder, number, b_rows[vector], builder.load(place))
                     builder.store(added, place)
         for place in tile:
             c.store_row(builder.load(sums[place]), c_at(*place))
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-class _BFloat16(ir.Type):  # type: ignore[misc]
-    """As LLVM calls it; llvmlite has no name for it."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-_PAIRS = ir.VectorType(_BFloat16(), 2 * LANES)
-
-
-def multiplies_pairs() -> bool:
-    """Whether the processor multiplies and adds pairs of bfloat16."""
-    return bool(get_host_cpu_features().get("avx512bf16", False))
-
-
-@intrinsic(prefer_literal=True)
-def multiply_add_pairs(
-    typing_context,
-    a,
-    a_first,
-    a_stride,
-    b,
-    b_first,
-    b_stride,
-    c,
-    c_first,
-    c_stride,
-    count,
-    factor,
-    rows,
-    vectors,
-    adds,
-):
-    """Do `multiply_add` with two products at a time; only where `multiplies_pairs`.
-
-    A and B are int32 that hold two bfloat16 each: A[row, i] what B[i, column] is multiplied with.
-    Unless it `adds`, the product is multiplied with `factor`.
-    """
-    index = types.int64
-    places = (a, index, index, b, index, index, c, index, index, index, types.float32)
-    signature = types.void(*places, rows, vectors, adds)
-    row_count, vector_count = rows.literal_value, vectors.literal_value
-    begins_with_c = bool(adds.literal_value)
-
-    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        a, b, c = (_Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
-        a_first, a_stride, b_first, b_stride = (values[i] for i in (1, 2, 4, 5))
-        c_first, c_stride, count, factor = values[7:11]
-        tile = [(row, vector) for row in range(row_count) for vector in range(vector_count)]
-
-        def c_at(row: int, vector: int) -> Value:
-            begin = builder.add(c_first, builder.mul(c_stride, _index(row)))
-            return builder.add(begin, _index(LANES * vector))
-
-        def pairs_at(index: Value) -> Value:
-            pointer = builder.bitcast(b.at(index), _PAIRS.as_pointer())
-            return builder.load(pointer, align=4)
-
-        sums = {place: alloca_once(builder, _FLOATS) for place in tile}
-        for place in tile:
-            start = c.load_row(c_at(*place)) if begins_with_c else _splat_constant(_FLOATS, 0.0)
-            builder.store(start, sums[place])
-        a_rows = [builder.add(a_first, builder.mul(a_stride, _index(r))) for r in range(row_count)]
-        with for_range(builder, count) as loop:
-            begin = builder.add(b_first, builder.mul(b_stride, loop.index))
-            b_rows = [pairs_at(builder.add(begin, _index(LANES * v))) for v in range(vector_count)]
-            for row in range(row_count):
-                pair = a.load_everywhere(builder.add(a_rows[row], loop.index))
-                pair = builder.bitcast(pair, _PAIRS)
-                for vector in range(vector_count):
-                    place = sums[row, vector]
-                    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-                    added = _call(builder, name, builder.load(place), pair, b_rows[vector])
-                    builder.store(added, place)
-        factors = _splat(builder, factor)
-        for place in tile:
-            total = builder.load(sums[place])
-            c.store_row(total if begins_with_c else builder.fmul(total, factors), c_at(*place))
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def round_row(typing_context, source, first, target, at, count):
-    """Store `count` numbers, a multiple of 16, as bfloat16; none is larger than 1."""
-    index = types.int64
-    signature = types.void(source, index, target, index, index)
-
-    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        source = _Array(context, builder, signature.args[0], values[0])
-        target = _Array(context, builder, signature.args[2], values[2])
-        half, one, sixteen = (_splat_constant(_INTS, number) for number in (0x7FFF, 1, 16))
-        with for_range(builder, builder.udiv(values[4], _index(LANES))) as loop:
-            offset = builder.mul(loop.index, _index(LANES))
-            bits = builder.bitcast(source.load_row(builder.add(values[1], offset)), _INTS)
-            odd = builder.and_(builder.lshr(bits, sixteen), one)
-            rounded = builder.lshr(builder.add(builder.add(bits, half), odd), sixteen)
-            halves = builder.trunc(rounded, _HALVES)
-            pointer = builder.bitcast(
-                target.at(builder.add(values[3], offset)), _HALVES.as_pointer()
-            )
-            builder.store(halves, pointer, align=2)
-        return context.get_dummy_value()
-
-    return signature, codegen
-
-
-@intrinsic
-def pair_rows(typing_context, source, first, second, target, at, count):
-    """Store two rows of `count` bfloat16, a multiple of 16, as one of pairs."""
-    index = types.int64
-    signature = types.void(source, index, index, target, index, index)
-
-    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        source = _Array(context, builder, signature.args[0], values[0])
-        target = _Array(context, builder, signature.args[3], values[3])
-        with for_range(builder, builder.udiv(values[5], _index(LANES))) as loop:
-            offset = builder.mul(loop.index, _index(LANES))
-            low, high = (
-                builder.zext(
-                    builder.load(
-                        builder.bitcast(
-                            source.at(builder.add(begin, offset)), _HALVES.as_pointer()
-                        ),
-                        align=2,
-                    ),
-                    _INTS,
-                )
-                for begin in (values[1], values[2])
-            )
-            pairs = builder.or_(low, builder.shl(high, _splat_constant(_INTS, 16)))
-            target.store_row(pairs, builder.add(values[4], offset))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -326,34 +188,36 @@ def dot_rows(
     row_count, column_count = rows.literal_value, columns.literal_value
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        a, b, c = (_Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
+        a, b, c = (Array(context, builder, signature.args[i], values[i]) for i in (0, 3, 6))
         a_first, a_stride, b_first, b_stride, c_first, c_stride = (
             values[i] for i in (1, 2, 4, 5, 7, 8)
         )
         tile = [(row, column) for row in range(row_count) for column in range(column_count)]
 
         def begin(first: Value, stride: Value, number: int) -> Value:
-            return builder.add(first, builder.mul(stride, _index(number)))
+            return builder.add(first, builder.mul(stride, index_of(number)))
 
         a_rows = [begin(a_first, a_stride, row) for row in range(row_count)]
         b_rows = [begin(b_first, b_stride, column) for column in range(column_count)]
-        sums = {place: alloca_once(builder, _FLOATS) for place in tile}
+        sums = {place: alloca_once(builder, FLOATS) for place in tile}
         for place in tile:
-            builder.store(_splat_constant(_FLOATS, 0.0), sums[place])
-        with for_range(builder, builder.udiv(values[9], _index(LANES))) as loop:
-            offset = builder.mul(loop.index, _index(LANES))
+            builder.store(splat_constant(FLOATS, 0.0), sums[place])
+        with for_range(builder, builder.udiv(values[9], index_of(LANES))) as loop:
+            offset = builder.mul(loop.index, index_of(LANES))
             loaded_b = [b.load_row(builder.add(at, offset)) for at in b_rows]
             for row in range(row_count):
                 loaded_a = a.load_row(builder.add(a_rows[row], offset))
                 for column in range(column_count):
                     place = sums[row, column]
-                    added = _multiply_add(builder, loaded_a, loaded_b[column], builder.load(place))
+                    added = multiply_add_row(
+                        builder, loaded_a, loaded_b[column], builder.load(place)
+                    )
                     builder.store(added, place)
         totals = _sum_each(builder, [builder.load(sums[place]) for place in tile])
         for row in range(row_count):
             lanes = [row * column_count + column for column in range(column_count)]
             part = builder.shuffle_vector(
-                totals, totals, ir.Constant(ir.VectorType(_INT, column_count), lanes)
+                totals, totals, ir.Constant(ir.VectorType(INT, column_count), lanes)
             )
             c.store_row(part, begin(c_first, c_stride, row))
         return context.get_dummy_value()
@@ -366,7 +230,7 @@ def _sum_each(builder: Builder, vectors: list[Value]) -> Value:
 
     Each round adds halves of lanes and joins two vectors in one.
     """
-    zero = _splat_constant(_FLOATS, 0.0)
+    zero = splat_constant(FLOATS, 0.0)
     vectors = vectors + [zero] * (LANES - len(vectors))
     half = LANES // 2
     while half:
@@ -382,7 +246,7 @@ def _sum_each(builder: Builder, vectors: list[Value]) -> Value:
                 joined.append(zero)
                 continue
             parts = [
-                builder.shuffle_vector(first, second, ir.Constant(_INTS, lanes)) for lanes in both
+                builder.shuffle_vector(first, second, ir.Constant(INTS, lanes)) for lanes in both
             ]
             joined.append(builder.fadd(*parts))
         vectors = joined
@@ -396,37 +260,37 @@ def exponentials(typing_context, row, first, count, highest):
     signature = types.float32(row, types.int64, types.int64, types.float32)
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        array = _Array(context, builder, signature.args[0], values[0])
-        highest = _splat(builder, values[3])
-        total = alloca_once(builder, _FLOATS)
-        builder.store(_splat_constant(_FLOATS, 0.0), total)
-        with for_range(builder, builder.udiv(values[2], _index(LANES))) as loop:
-            at = builder.add(values[1], builder.mul(loop.index, _index(LANES)))
+        array = Array(context, builder, signature.args[0], values[0])
+        highest = splat(builder, values[3])
+        total = alloca_once(builder, FLOATS)
+        builder.store(splat_constant(FLOATS, 0.0), total)
+        with for_range(builder, builder.udiv(values[2], index_of(LANES))) as loop:
+            at = builder.add(values[1], builder.mul(loop.index, index_of(LANES)))
             power = _exponential(builder, builder.fsub(array.load_row(at), highest))
             array.store_row(power, at)
             builder.store(builder.fadd(builder.load(total), power), total)
-        return _reduce(builder, "llvm.vector.reduce.fadd.v16f32", builder.load(total), start=-0.0)
+        return sum_of_row(builder, builder.load(total))
 
     return signature, codegen
 
 
 def _exponential(builder: Builder, x: Value) -> Value:
     """e^x for x up to 0; 0 where it is too small for a normal number."""
-    lowest = _splat_constant(_FLOATS, _LOWEST_EXPONENT)
+    lowest = splat_constant(FLOATS, _LOWEST_EXPONENT)
     is_small = builder.fcmp_ordered("<", x, lowest)
     x = builder.select(is_small, lowest, x)
-    turns = builder.fmul(x, _splat_constant(_FLOATS, _LOG2_E))
-    turns = _call(builder, "llvm.rint.v16f32", turns)
-    rest = _multiply_add(builder, turns, _splat_constant(_FLOATS, -_LN2_HIGH), x)
-    rest = _multiply_add(builder, turns, _splat_constant(_FLOATS, -_LN2_LOW), rest)
-    series = _splat_constant(_FLOATS, _EXP_TERMS[0])
+    turns = builder.fmul(x, splat_constant(FLOATS, _LOG2_E))
+    turns = call_function(builder, "llvm.rint.v16f32", turns)
+    rest = multiply_add_row(builder, turns, splat_constant(FLOATS, -_LN2_HIGH), x)
+    rest = multiply_add_row(builder, turns, splat_constant(FLOATS, -_LN2_LOW), rest)
+    series = splat_constant(FLOATS, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
-        series = _multiply_add(builder, series, rest, _splat_constant(_FLOATS, term))
-    series = _multiply_add(builder, series, builder.fmul(rest, rest), rest)
-    series = builder.fadd(series, _splat_constant(_FLOATS, 1.0))
-    exponent = builder.shl(builder.fptosi(turns, _INTS), _splat_constant(_INTS, 23))
-    power = builder.bitcast(builder.add(builder.bitcast(series, _INTS), exponent), _FLOATS)
-    power = builder.select(is_small, _splat_constant(_FLOATS, 0.0), power)
+        series = multiply_add_row(builder, series, rest, splat_constant(FLOATS, term))
+    series = multiply_add_row(builder, series, builder.fmul(rest, rest), rest)
+    series = builder.fadd(series, splat_constant(FLOATS, 1.0))
+    exponent = builder.shl(builder.fptosi(turns, INTS), splat_constant(INTS, 23))
+    power = builder.bitcast(builder.add(builder.bitcast(series, INTS), exponent), FLOATS)
+    power = builder.select(is_small, splat_constant(FLOATS, 0.0), power)
     # whatever the conversion to int made of it
     return builder.select(builder.fcmp_unordered("uno", x, x), x, power)
 
@@ -437,11 +301,11 @@ def largest(typing_context, row, first, count):
     signature = types.float32(row, types.int64, types.int64)
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        array = _Array(context, builder, signature.args[0], values[0])
-        found = alloca_once(builder, _FLOATS)
-        builder.store(_splat_constant(_FLOATS, float("-inf")), found)
-        with for_range(builder, builder.udiv(values[2], _index(LANES))) as loop:
-            at = builder.add(values[1], builder.mul(loop.index, _index(LANES)))
+        array = Array(context, builder, signature.args[0], values[0])
+        found = alloca_once(builder, FLOATS)
+        builder.store(splat_constant(FLOATS, float("-inf")), found)
+        with for_range(builder, builder.udiv(values[2], index_of(LANES))) as loop:
+            at = builder.add(values[1], builder.mul(loop.index, index_of(LANES)))
             loaded, held = array.load_row(at), builder.load(found)
             is_more = builder.fcmp_unordered(">", loaded, held)
             builder.store(builder.select(is_more, loaded, held), found)
@@ -450,15 +314,32 @@ def largest(typing_context, row, first, count):
     return signature, codegen
 
 
+def sum_of_row(builder: Builder, vector: Value) -> Value:
+    return _reduce(builder, "llvm.vector.reduce.fadd.v16f32", vector, start=-0.0)
+
+
 def _reduce(builder: Builder, name: str, vector: Value, start: float | None = None) -> Value:
-    begin = [] if start is None else [ir.Constant(_FLOAT, start)]
+    begin = [] if start is None else [ir.Constant(FLOAT, start)]
     declared = builder.module.globals.get(name)
     if declared is None:
-        kinds = [value.type for value in begin] + [_FLOATS]
-        declared = ir.Function(builder.module, ir.FunctionType(_FLOAT, kinds), name)
+        kinds = [value.type for value in begin] + [FLOATS]
+        declared = ir.Function(builder.module, ir.FunctionType(FLOAT, kinds), name)
     # in any order
     flags = () if start is None else ("reassoc",)
     return builder.call(declared, [*begin, vector], fastmath=flags)
+
+
+def prefetch_line(builder: Builder, array: Array, index: Value) -> None:
+    """Ask for the line of the cache with this element to be brought near."""
+    pointer_type = ir.IntType(8).as_pointer()
+    name = "llvm.prefetch.p0"
+    declared = builder.module.globals.get(name)
+    if declared is None:
+        kinds = [pointer_type, INT, INT, INT]
+        declared = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
+    for_reading, locality, of_data = (ir.Constant(INT, number) for number in (0, 3, 1))
+    pointer = builder.bitcast(array.at(index), pointer_type)
+    builder.call(declared, [pointer, for_reading, locality, of_data])
 
 
 @intrinsic
@@ -468,22 +349,11 @@ def prefetch(typing_context, array, first, count):
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
         kind = signature.args[0]
-        data = _Array(context, builder, kind, values[0])
-        per_line = _index(_LINE_BYTES * 8 // kind.dtype.bitwidth)
-        name = "llvm.prefetch.p0"
-        pointer_type = ir.IntType(8).as_pointer()
-        declared = builder.module.globals.get(name)
-        if declared is None:
-            kinds = [pointer_type, _INT, _INT, _INT]
-            declared = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
-        for_reading, locality, of_data = (ir.Constant(_INT, number) for number in (0, 3, 1))
-        lines = builder.udiv(builder.add(values[2], builder.sub(per_line, _index(1))), per_line)
+        data = Array(context, builder, kind, values[0])
+        per_line = index_of(_LINE_BYTES * 8 // kind.dtype.bitwidth)
+        lines = builder.udiv(builder.add(values[2], builder.sub(per_line, index_of(1))), per_line)
         with for_range(builder, lines) as loop:
-            pointer = data.at(builder.add(values[1], builder.mul(loop.index, per_line)))
-            builder.call(
-                declared,
-                [builder.bitcast(pointer, pointer_type), for_reading, locality, of_data],
-            )
+            prefetch_line(builder, data, builder.add(values[1], builder.mul(loop.index, per_line)))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -497,8 +367,8 @@ def as_float32(typing_context, number):
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
         if signature.args[0] == types.float32:
             return values[0]
-        bits = builder.shl(builder.zext(values[0], _INT), ir.Constant(_INT, 16))
-        return builder.bitcast(bits, _FLOAT)
+        bits = builder.shl(builder.zext(values[0], INT), ir.Constant(INT, 16))
+        return builder.bitcast(bits, FLOAT)
 
     return signature, codegen
 
@@ -511,12 +381,12 @@ def as_stored(typing_context, number, array):
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
         if signature.return_type == types.float32:
             return values[0]
-        bits = builder.bitcast(values[0], _INT)
-        shift = ir.Constant(_INT, 16)
-        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(_INT, 1))
-        rounded = builder.add(builder.add(bits, ir.Constant(_INT, 0x7FFF)), odd)
+        bits = builder.bitcast(values[0], INT)
+        shift = ir.Constant(INT, 16)
+        odd = builder.and_(builder.lshr(bits, shift), ir.Constant(INT, 1))
+        rounded = builder.add(builder.add(bits, ir.Constant(INT, 0x7FFF)), odd)
         is_nan = builder.fcmp_unordered("uno", values[0], values[0])
-        chosen = builder.select(is_nan, ir.Constant(_INT, 0x7FC00000), rounded)
+        chosen = builder.select(is_nan, ir.Constant(INT, 0x7FC00000), rounded)
         return builder.trunc(builder.lshr(chosen, shift), ir.IntType(16))
 
     return signature, codegen
@@ -528,8 +398,8 @@ def take_next(typing_context, counters, index):
     signature = types.int64(counters, types.int64)
 
     def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
-        array = _Array(context, builder, signature.args[0], values[0])
-        return builder.atomic_rmw("add", array.at(values[1]), _index(1), "monotonic")
+        array = Array(context, builder, signature.args[0], values[0])
+        return builder.atomic_rmw("add", array.at(values[1]), index_of(1), "monotonic")
 
     return signature, codegen
 
