@@ -34,6 +34,7 @@ from jobrunner.engine.attention.kernels import (
 )
 from jobrunner.engine.attention.pair_tiles import (
     add_groups,
+    hide,
     load_pair,
     multiplies_pairs,
     round_row,
@@ -197,8 +198,7 @@ def _compile() -> PairKernels:
                 )
                 cap(scores, _SPAN, queries, count, job.softcap)
                 for g in range(queries):
-                    for s in range(first - begin):
-                        scores[g * _SPAN + s] = -np.inf
+                    _hide_unseen(scores, g * _SPAN, first - begin, count, count)
                 _soften(scores, weights, _SPAN, queries, count, highest, totals, sums, W)
                 _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, queries, count)
             for g in range(queries):
@@ -267,14 +267,10 @@ def _compile() -> PairKernels:
                 _score(q, half, keys, key_starts, group, scores, _SPAN, rows, count, job.scale)
                 cap(scores, _SPAN, rows, count, job.softcap)
                 for i in range(own):
-                    lowest = min(count, first_seen(start + i, kind, size) - begin)
-                    after = max(0, start + i + 1 - begin)
+                    lowest = first_seen(start + i, kind, size) - begin
+                    after = min(count, start + i + 1 - begin)
                     for g in range(queries):
-                        at = (g * own + i) * _SPAN
-                        for s in range(lowest):
-                            scores[at + s] = -np.inf
-                        for s in range(after, count):
-                            scores[at + s] = -np.inf
+                        _hide_unseen(scores, (g * own + i) * _SPAN, lowest, after, count)
                 _soften(scores, weights, _SPAN, rows, count, highest, totals, sums, W)
                 _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, rows, count)
             for g in range(queries):
@@ -383,14 +379,21 @@ def _score(q, half, keys, starts, first_group, scores, span, rows, count, scale)
 
 
 @inner
+def _hide_unseen(scores, at, lowest, after, count):
+    """Of `count` positions and the rest of their last group, hide those that a row does not see."""
+    groups = padded(count) // LANES
+    if lowest > 0:
+        hide(scores, at, 0, min(groups, padded(lowest) // LANES), lowest, _SPAN)
+    if after < groups * LANES:
+        hide(scores, at, max(0, after) // LANES, groups, 0, after)
+
+
+@inner
 def _soften(scores, weights, span, rows, count, highest, totals, sums, W):
-    """Make weights of scores; of the last group's rest, zeros."""
-    whole = padded(count)
+    """Make weights of scores."""
+    groups = padded(count) // LANES
     for r in range(rows):
-        at = r * span
-        for i in range(at + count, at + whole):
-            scores[i] = -np.inf
-        soften_row(scores, at, whole // LANES, weights, at, highest, totals, r, sums, r * W, W)
+        soften_row(scores, r * span, groups, weights, r * span, highest, totals, r, sums, r * W, W)
 
 
 @inner

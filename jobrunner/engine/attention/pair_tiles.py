@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 from jobrunner.engine.attention.tiles import (
     FLOATS,
     HALVES,
+    INT,
     INTS,
     LANES,
     Array,
@@ -210,13 +211,38 @@ def add_groups(
 
 
 @intrinsic
+def hide(typing_context, scores, first, group, groups, begin, end):
+    """Make -infinity of the scores before `begin` and from `end` on, in groups up to `groups`."""
+    index = types.int64
+    signature = types.void(scores, index, index, index, index, index)
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Any) -> Value:
+        scores = Array(context, builder, signature.args[0], values[0])
+        first, group, groups = values[1:4]
+        begin, end = (splat(builder, builder.trunc(value, INT)) for value in values[4:6])
+        lanes = ir.Constant(INTS, list(range(LANES)))
+        hidden = splat_constant(FLOATS, float("-inf"))
+        with for_range(builder, builder.sub(groups, group)) as loop:
+            offset = builder.mul(builder.add(group, loop.index), index_of(LANES))
+            columns = builder.add(splat(builder, builder.trunc(offset, INT)), lanes)
+            is_seen = builder.and_(
+                builder.icmp_signed(">=", columns, begin), builder.icmp_signed("<", columns, end)
+            )
+            at = builder.add(first, offset)
+            scores.store_row(builder.select(is_seen, scores.load_row(at), hidden), at)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
 def soften_row(
     typing_context, scores, first, groups, weights, at, highest, totals, row, sums, sums_at, width
 ):
     """Make bfloat16 weights of the scores of a row, relative to the highest so far.
 
     `highest[row]` becomes that, and `width` sums of before are brought to it, and 16 totals from
-    `totals[16 * row]`, to which the weights are added. A NaN makes the row NaN for good.
+    `totals[16 * row]`, to which the weights are added. A NaN makes the totals NaN for good.
     """
     index = types.int64
     places = (scores, index, index, weights, index, highest, totals, index, sums, index, index)
@@ -234,7 +260,7 @@ def soften_row(
         with for_range(builder, groups) as loop:
             offset = builder.mul(loop.index, index_of(LANES))
             loaded = scores.load_row(builder.add(first, offset))
-            builder.store(_larger(builder, loaded, builder.load(held)), held)
+            builder.store(_larger(builder, builder.load(held), loaded), held)
         top = _largest_lane(builder, builder.load(held))
         # a maximum over nothing that is seen would make NaN of what is not
         none_seen = builder.fcmp_ordered("==", top, splat_constant(FLOATS, float("-inf")))
@@ -262,9 +288,8 @@ def soften_row(
 
 
 def _larger(builder: Builder, a: Value, b: Value) -> Value:
-    """The larger lanes; of `b` where it is NaN, of `a` where that is."""
-    is_larger = builder.or_(builder.fcmp_ordered(">", a, b), builder.fcmp_unordered("uno", a, a))
-    return builder.select(is_larger, a, b)
+    """The larger lanes; of `b` where one is NaN, as processors do it in one instruction."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 def _largest_lane(builder: Builder, row: Value) -> Value:
@@ -279,10 +304,13 @@ def _largest_lane(builder: Builder, row: Value) -> Value:
 
 
 def _power(builder: Builder, x: Value) -> Value:
-    """e^x for x up to 0, off by 8 in a million at most: far less than bfloat16 tells apart."""
+    """e^x for x up to 0, off by 8 in a million at most: far less than bfloat16 tells apart.
+
+    0 for -infinity, NaN for NaN.
+    """
     turns = builder.fmul(x, splat_constant(FLOATS, math.log2(math.e)))
     lowest = splat_constant(FLOATS, _LOWEST_TURNS)
-    turns = builder.select(builder.fcmp_ordered(">", turns, lowest), turns, lowest)
+    turns = _larger(builder, lowest, turns)
     whole = call_function(builder, "llvm.rint.v16f32", turns)
     rest = builder.fsub(turns, whole)
     series = splat_constant(FLOATS, _POWER_TERMS[0])
