@@ -16,7 +16,14 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
 
-from jobrunner.engine.linears import PackedLinear, pack_linears, packs
+from jobrunner.engine.linears import (
+    MergedLinear,
+    PackedLinear,
+    PartialLinear,
+    can_merge,
+    pack_linears,
+    packs,
+)
 from jobrunner.engine.rotary import fuse_rotary
 
 log = logging.getLogger("cbjob")
@@ -29,7 +36,8 @@ _SEED = 20240229
 _TOKENS = 6
 # so small that epsilon counts, as usual, and so large that squares would leave float16
 _SCALES = (1e-3, 1.0, 300.0)
-_PARTS = ("gate_proj", "up_proj", "down_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_ATTENDED = ("q_proj", "k_proj", "v_proj")
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
@@ -93,6 +101,8 @@ def make_fast(model: nn.Module) -> None:
         linears = pack_linears(model)
         gated = _replace(model, _gated)
         log.info("packed %d linear layers, fused %d gated units of them", linears, gated)
+        merged = sum(_merge(module) for module in list(model.modules()))
+        log.info("merged queries, keys and values of %d attention modules", merged)
         try:
             from jobrunner.engine.row_kernels import rms_norm, rotate
         except (ImportError, RuntimeError) as error:
@@ -122,7 +132,7 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 def _gated(own: nn.Module) -> GatedLinear | None:
     """Return a match for a gated linear unit of packed layers, None for anything else."""
-    parts = [getattr(own, name, None) for name in _PARTS]
+    parts = [getattr(own, name, None) for name in _GATED]
     if not all(isinstance(part, PackedLinear) for part in parts):
         return None
     activation = _activation(getattr(own, "act_fn", None))
@@ -136,6 +146,59 @@ def _gated(own: nn.Module) -> GatedLinear | None:
         # it takes more than a row of tokens: something else by the same names
         return None
     return better if _error(theirs, better(x_1TW)) < _NEAR else None
+
+
+def _merge(own: nn.Module) -> bool:
+    """Let one product make queries, keys and values, if they are made of one input; tell so."""
+    parts = [getattr(own, name, None) for name in _ATTENDED]
+    if not all(isinstance(part, PackedLinear) for part in parts):
+        return False
+    if not can_merge(parts) or not _gives_all_the_same(own, parts):
+        return False
+    merged = MergedLinear(parts)
+    for index, name in enumerate(_ATTENDED):
+        setattr(own, name, PartialLinear(merged, index).eval())
+    return True
+
+
+class _AllAskedError(Exception):
+    """Each layer was asked; what a module does with the answers does not matter."""
+
+
+def _gives_all_the_same(own: nn.Module, parts: list[PackedLinear]) -> bool:
+    """Whether a module, first of all, asks each layer once for one input, left as it is."""
+    x_1TW = _random(parts[0].in_features)
+    asked: list[PackedLinear] = []
+    given: list[torch.Tensor] = []
+    before: list[torch.Tensor] = []
+
+    def listen(part: PackedLinear) -> None:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            asked.append(part)
+            given.append(x)
+            before.append(x.clone())
+            if len(asked) == len(parts):
+                raise _AllAskedError
+            return part.activate(x, "none")
+
+        part.forward = forward  # type: ignore[method-assign]
+
+    for part in parts:
+        listen(part)
+    try:
+        own(x_1TW, position_embeddings=(x_1TW, x_1TW), attention_mask=None)
+    except _AllAskedError:
+        pass
+    except _FAILURES:
+        # it takes other arguments
+        return False
+    finally:
+        for part in parts:
+            del part.forward
+    return set(asked) == set(parts) and all(
+        x is given[0] and torch.equal(then, before[0])
+        for x, then in zip(given, before, strict=True)
+    )
 
 
 def _activation(own: Any) -> _Activation | None:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from jobrunner.engine.devices import cpu_has_bfloat16
 from jobrunner.engine.fused import FusedNorm, GatedLinear, make_fast
-from jobrunner.engine.linears import PackedLinear
+from jobrunner.engine.linears import MergedLinear, PackedLinear, PartialLinear
 from tests.tiny import save_shaken_model, shrunk
 
 pytest.importorskip("numba")
@@ -111,6 +111,88 @@ def test_another_unit_of_the_same_names_stays_and_its_layers_are_packed(own):
     assert isinstance(part.gate_proj, PackedLinear)
 
 
+class Attention(nn.Module):
+    """Asks its three layers as attention modules do."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2, *, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, heads * 8, bias=bias)
+        self.k_proj = nn.Linear(32, kv_heads * 8, bias=bias)
+        self.v_proj = nn.Linear(32, kv_heads * 8, bias=bias)
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x, x, x
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        for_q, for_k, for_v = self.inputs(x)
+        shape = (*x.shape[:-1], -1, 8)
+        q, k = self.q_proj(for_q).view(shape), self.k_proj(for_k).view(shape)
+        return torch.cat([q, k, self.v_proj(for_v).view(shape)], dim=-2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_keys_and_values_are_one_product(bias):
+    own = Attention(bias=bias)
+    fast = made_fast(own)
+    assert isinstance(fast.k_proj, PartialLinear)
+    x = torch.randn(1, 9, 32).bfloat16()
+    layers = (fast.q_proj, fast.k_proj, fast.v_proj)
+    expected = [x.float() @ part.weight.float().T for part in layers]
+    if bias:
+        expected = [y + part.bias.float() for y, part in zip(expected, layers, strict=True)]
+    actual = fast(x).flatten(-2).float()
+    torch.testing.assert_close(actual, torch.cat(expected, dim=-1), rtol=2**-7, atol=2**-7)
+
+
+def test_merged_weights_are_in_memory_once():
+    fast = made_fast(Attention(bias=True))
+    merged = [module for module in fast.modules() if isinstance(module, MergedLinear)]
+    assert len(merged) == 1
+    assert not any(type(module) is PackedLinear for module in fast.modules())
+    assert [tuple(parameter.shape) for parameter in fast.parameters()] == [(64,)]
+
+
+class Crossed(Attention):
+    """Keys and values of something else."""
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x, x.flip(-2), x
+
+
+class Changing(Attention):
+    """Changes the input between the layers."""
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        x = x.clone()
+        q = self.q_proj(x)
+        k = self.k_proj(x.mul_(2))
+        return torch.cat([q, k, self.v_proj(x)], dim=-1)
+
+
+class Shared(Attention):
+    """Takes its keys for values."""
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], dim=-1)
+
+
+def mixed_biases() -> nn.Module:
+    own = Attention(bias=True)
+    own.k_proj.bias = None
+    return own
+
+
+@pytest.mark.parametrize(
+    "own",
+    [Crossed(), Changing(), Shared(), mixed_biases()],
+    ids="crossed changing shared mixed".split(),
+)
+def test_layers_that_are_not_asked_alike_stay_apart(own):
+    fast = made_fast(own)
+    assert type(fast.k_proj) is PackedLinear
+    assert "forward" not in vars(fast.k_proj)
+
+
 def test_a_float32_model_is_left_alone():
     model = Around(LlamaRMSNorm(8)).float()
     model.dtype = torch.float32
@@ -148,3 +230,13 @@ def test_a_fast_model_is_no_further_from_float32(kind: str, tmp_path: Path):
         fast_error.append((logits(fast, ids) - expected).abs().mean())
     # where another expert is chosen a row is far off: the median tells
     assert torch.stack(fast_error).median() <= 1.05 * torch.stack(own_error).median()
+
+
+@pytest.mark.parametrize(
+    "kind", "llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3_text gpt_oss olmo2".split()
+)
+def test_the_usual_families_are_merged(kind: str):
+    config = shrunk(CONFIG_MAPPING[kind], num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    make_fast(model.eval().requires_grad_(False))
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 2
