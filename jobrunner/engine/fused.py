@@ -150,10 +150,9 @@ def _gated(own: nn.Module) -> GatedLinear | None:
 
 def _merge(own: nn.Module) -> bool:
     """Let one product make queries, keys and values, if they are made of one input; tell so."""
-    parts = [getattr(own, name, None) for name in _ATTENDED]
-    if not all(isinstance(part, PackedLinear) for part in parts):
-        return False
-    if not can_merge(parts) or not _gives_all_the_same(own, parts):
+    found = (getattr(own, name, None) for name in _ATTENDED)
+    parts = [part for part in found if isinstance(part, PackedLinear)]
+    if len(parts) < len(_ATTENDED) or not can_merge(parts) or not _gives_all_the_same(own, parts):
         return False
     merged = MergedLinear(parts)
     for index, name in enumerate(_ATTENDED):
@@ -181,7 +180,7 @@ def _gives_all_the_same(own: nn.Module, parts: list[PackedLinear]) -> bool:
                 raise _AllAskedError
             return part.activate(x, "none")
 
-        part.forward = forward  # type: ignore[method-assign]
+        part.forward = forward  # type: ignore[assignment, method-assign]
 
     for part in parts:
         listen(part)

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 Rotary = Callable[..., Any]
-Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# of queries and keys `[H, T, D]` with cosines and sines `[T, D]`
+Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _NAME = "apply_rotary_pos_emb"
 _SEED = 20240229
@@ -72,8 +73,7 @@ def _either(theirs: Rotary, rotate: Rotate) -> Rotary:
     def rotary(*arguments: Any, **named: Any) -> Any:
         if len(arguments) == 4 and not named and _is_served(*arguments):
             q_1HTD, k_1HTD, cos_1TD, sin_1TD = arguments
-            q_HTD = rotate(q_1HTD[0], cos_1TD[0], sin_1TD[0])
-            k_HTD = rotate(k_1HTD[0], cos_1TD[0], sin_1TD[0])
+            q_HTD, k_HTD = rotate(q_1HTD[0], k_1HTD[0], cos_1TD[0], sin_1TD[0])
             return q_HTD.unsqueeze(0), k_HTD.unsqueeze(0)
         return theirs(*arguments, **named)
 

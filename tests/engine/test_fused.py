@@ -19,6 +19,9 @@ from jobrunner.engine.linears import MergedLinear, PackedLinear, PartialLinear
 from tests.tiny import save_shaken_model, shrunk
 
 pytest.importorskip("numba")
+
+from jobrunner.engine.row_kernels import add_rms_norm, rms_norm
+
 pytestmark = pytest.mark.skipif(not cpu_has_bfloat16(), reason="no bfloat16 instructions here")
 
 KINDS = """llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3_text phi3 olmo2 gpt_oss
@@ -54,6 +57,40 @@ def test_a_fused_norm_is_the_norm_rounded_once(norm, width):
     expected = norm(width)
     expected.load_state_dict(fused.own.state_dict())
     torch.testing.assert_close(fused(x).float(), expected(x.float()), rtol=2**-8, atol=1e-6)
+
+
+MANY = 90
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., :8].view(1, MANY, 1, 8),
+        lambda x: x[..., 4:12].view(1, MANY, 2, 4).transpose(1, 2),
+        lambda x: x.view(1, MANY, 4, 8)[:, :, 1:3],
+        lambda x: x.view(1, MANY, 4, 8)[..., ::2],
+        lambda x: x.view(2, MANY // 2, 4, 8)[:, :, :3],
+        lambda x: x[0, 0],
+        lambda x: x[:, :0],
+    ],
+)
+def test_rows_of_a_norm_may_lie_anywhere(view):
+    x = view(torch.randn(1, MANY, 32).bfloat16())
+    weight_W = torch.randn(x.shape[-1])
+    wide = x.float()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight_W
+    actual = rms_norm(x, weight_W, 1e-3)
+    assert actual.shape == x.shape
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, MANY])
+def test_a_sum_is_rounded_before_it_is_normed(rows):
+    x, y = torch.randn(2, 1, rows, 33).bfloat16()
+    weight_W = torch.randn(33)
+    total, normed = add_rms_norm(x, y, weight_W, 1e-3)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, rms_norm(x + y, weight_W, 1e-3))
 
 
 def test_a_fused_norm_leaves_other_types_to_its_own():

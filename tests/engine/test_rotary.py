@@ -30,16 +30,41 @@ def logits(model: Any, rows: int = 1) -> torch.Tensor:
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
 
 
+def expected_rotation(x_HTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor):
+    return x_HTD.float() * cos_TD + modeling_llama.rotate_half(x_HTD.float()) * sin_TD
+
+
+def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 5])
-@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("width", [2, 8, 64])
-def test_a_rotation_is_rounded_once(tokens, heads, width):
-    x_HTD = torch.randn(tokens, heads, width).bfloat16().transpose(0, 1)
+def test_a_rotation_is_rounded_once(tokens, heads, kv_heads, width):
+    q_HTD = torch.randn(tokens, heads, width).bfloat16().transpose(0, 1)
+    k_KTD = torch.randn(tokens, kv_heads, width).bfloat16().transpose(0, 1)
     cos_TD, sin_TD = torch.randn(2, tokens, width).bfloat16()
-    expected = x_HTD.float() * cos_TD + modeling_llama.rotate_half(x_HTD.float()) * sin_TD
-    torch.testing.assert_close(
-        rotate(x_HTD, cos_TD, sin_TD).float(), expected, rtol=2**-8, atol=1e-6
-    )
+    q, k = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
+    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
+    assert_rounded_once(k, expected_rotation(k_KTD, cos_TD, sin_TD))
+
+
+def test_queries_and_keys_may_be_slices_of_one_tensor():
+    all_TXD = torch.randn(9, 7, 8).bfloat16()
+    q_HTD, k_KTD, _ = all_TXD.transpose(0, 1).split((4, 2, 1))
+    cos_TD, sin_TD = torch.randn(2, 9, 16).bfloat16()[..., 4:12]
+    q, k = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
+    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
+    assert_rounded_once(k, expected_rotation(k_KTD, cos_TD, sin_TD))
+
+
+def test_a_head_need_not_lie_side_by_side():
+    q_HTD, k_KTD = torch.randn(2, 3, 9, 16).bfloat16()[..., ::2]
+    cos_TD, sin_TD = torch.randn(2, 9, 16).bfloat16()[..., ::2]
+    q, _ = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
+    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "mixtral", "phi3"])
@@ -64,7 +89,7 @@ def test_only_the_given_model_is_changed():
     other, model = model_of("llama"), model_of("llama")
     calls = []
 
-    def counted(*arguments: torch.Tensor) -> torch.Tensor:
+    def counted(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         calls.append(1)
         return rotate(*arguments)
 
@@ -74,7 +99,7 @@ def test_only_the_given_model_is_changed():
     assert modeling_llama.apply_rotary_pos_emb is theirs
     assert calls == []
     logits(model)
-    assert len(calls) == 4, "queries and keys of two layers"
+    assert len(calls) == 2, "one for each layer"
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [(torch.float32, 1), (torch.bfloat16, 2)])
