@@ -24,11 +24,15 @@ from jobrunner.engine.linears import (
     pack_linears,
     packs,
 )
+from jobrunner.engine.residuals import fuse_residuals
 from jobrunner.engine.rotary import fuse_rotary
 
 log = logging.getLogger("cbjob")
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+AddRmsNorm = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
+]
 
 # some roundings of bfloat16 in a row; another formula is further off
 _NEAR = 2.0**-6
@@ -39,6 +43,14 @@ _SCALES = (1e-3, 1.0, 300.0)
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _ATTENDED = ("q_proj", "k_proj", "v_proj")
 _FAILURES = (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class NormKernels:
+    """A norm of rows, and one of the sums of two."""
+
+    norm: RmsNorm
+    add_norm: AddRmsNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +70,12 @@ _ACTIVATIONS = (
 
 
 class GatedLinear(nn.Module):  # type: ignore[misc]
-    """`down(activation(gate(x)) * up(x))` with what lies between the products done inside them."""
+    """`down(activation(gate(x)) * up(x))` with what lies between the products done inside them.
+
+    So is the sum with what goes past the unit, if it is given.
+    """
+
+    takes_residual = True
 
     def __init__(self, own: nn.Module, activation: _Activation) -> None:
         super().__init__()
@@ -67,19 +84,20 @@ class GatedLinear(nn.Module):  # type: ignore[misc]
         self.down_proj: PackedLinear = own.down_proj
         self._activation = activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         gate = self.gate_proj.activate(x, self._activation.kind, self._activation.algorithm)
-        return self.down_proj(self.up_proj.times(x, gate))
+        gated = self.up_proj.times(x, gate)
+        return self.down_proj(gated) if residual is None else self.down_proj.plus(gated, residual)
 
 
 class FusedNorm(nn.Module):  # type: ignore[misc]
     """Root-mean-square norm in one pass, rounded once; what is not bfloat16 goes the own way."""
 
-    def __init__(self, own: nn.Module, kernel: RmsNorm, epsilon: float, offset: float) -> None:
+    def __init__(self, own: nn.Module, kernels: NormKernels, epsilon: float, offset: float) -> None:
         super().__init__()
         self.own = own
         self.weight: torch.Tensor = own.weight
-        self._kernel = kernel
+        self._kernels = kernels
         self._epsilon = epsilon
         self._weight_W = (own.weight.detach().float() + offset).contiguous()
 
@@ -87,7 +105,14 @@ class FusedNorm(nn.Module):  # type: ignore[misc]
         if x.dtype != torch.bfloat16:
             out: torch.Tensor = self.own(x)
             return out
-        return self._kernel(x, self._weight_W, self._epsilon)
+        return self._kernels.norm(x, self._weight_W, self._epsilon)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `x + y` and the norm of that."""
+        if x.dtype != torch.bfloat16 or y.dtype != torch.bfloat16 or x.shape != y.shape:
+            total = x + y
+            return total, self(total)
+        return self._kernels.add_norm(x, y, self._weight_W, self._epsilon)
 
 
 def make_fast(model: nn.Module) -> None:
@@ -104,14 +129,17 @@ def make_fast(model: nn.Module) -> None:
         merged = sum(_merge(module) for module in list(model.modules()))
         log.info("merged queries, keys and values of %d attention modules", merged)
         try:
-            from jobrunner.engine.row_kernels import rms_norm, rotate
+            from jobrunner.engine.row_kernels import add_rms_norm, rms_norm, rotate
         except (ImportError, RuntimeError) as error:
             # numba is absent, or finds no folder to keep what it compiled in
             log.info("norms and rotations stay as transformers computes them: %s", error)
             return
-        norms = _replace(model, lambda own: _norm(own, rms_norm))
+        kernels = NormKernels(rms_norm, add_rms_norm)
+        norms = _replace(model, lambda own: _norm(own, kernels))
         rotations = fuse_rotary(model, rotate)
+        layers = fuse_residuals(model)
     log.info("%d norms and %d rotations take one pass each", norms, rotations)
+    log.info("%d layers add within their parts", layers)
 
 
 def _replace(model: nn.Module, improve: Callable[[nn.Module], nn.Module | None]) -> int:
@@ -211,7 +239,7 @@ def _activation(own: Any) -> _Activation | None:
     return None
 
 
-def _norm(own: nn.Module, kernel: RmsNorm) -> FusedNorm | None:
+def _norm(own: nn.Module, kernels: NormKernels) -> FusedNorm | None:
     """Return a match for a root-mean-square norm, None for anything else."""
     weight: Any = getattr(own, "weight", None)
     epsilon = getattr(own, "variance_epsilon", getattr(own, "eps", None))
@@ -227,7 +255,7 @@ def _norm(own: nn.Module, kernel: RmsNorm) -> FusedNorm | None:
     except _FAILURES:
         return None
     # some multiply by the weight, some by 1 more
-    found = [FusedNorm(own, kernel, epsilon, offset) for offset in (0.0, 1.0)]
+    found = [FusedNorm(own, kernels, epsilon, offset) for offset in (0.0, 1.0)]
     errors = [_error(theirs, norm(x_STW)) for norm in found]
     best = min(range(len(found)), key=errors.__getitem__)
     return found[best] if errors[best] < _NEAR else None

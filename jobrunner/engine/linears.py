@@ -57,6 +57,12 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
             x_TI, other_TO, self._packed, self.bias, "mul"
         )
 
+    def plus(self, x_TI: torch.Tensor, other_TO: torch.Tensor) -> torch.Tensor:
+        """Return the layer's outputs plus `other`, rounded once."""
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x_TI, other_TO, self._packed, self.bias, "add"
+        )
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
