@@ -67,6 +67,17 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class _Held:
+    """What a product gave and nobody has taken yet, and the input that it was made of."""
+
+    __slots__ = ("input", "parts", "version")
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.version = 0
+        self.parts: dict[int, torch.Tensor] = {}
+
+
 class MergedLinear(PackedLinear):
     """Several packed layers as one product: all that they say of one input is computed at once.
 
@@ -76,23 +87,23 @@ class MergedLinear(PackedLinear):
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
         super().__init__(_side_by_side(parts))
         self.sizes = [part.out_features for part in parts]
-        self._input: torch.Tensor | None = None
-        self._version = 0
-        self._left: dict[int, torch.Tensor] = {}
+        # not attributes of the module, which take microseconds to set
+        self._held = _Held()
 
     def part(self, index: int, x_TI: torch.Tensor) -> torch.Tensor:
         """Return what one of the layers makes of an input: a slice `[..., O]` of the rows of all.
 
         Only an input that was not seen before, or changed since, is multiplied.
         """
+        held = self._held
         # what is held cannot give its place to another tensor
-        seen = x_TI is self._input and _version(x_TI) == self._version
-        if not seen or index not in self._left:
-            self._left = dict(enumerate(self(x_TI).split(self.sizes, -1)))
-            self._input, self._version = x_TI, _version(x_TI)
-        out = self._left.pop(index)
-        if not self._left:
-            self._input = None
+        seen = x_TI is held.input and _version(x_TI) == held.version
+        if not seen or index not in held.parts:
+            held.parts = dict(enumerate(self(x_TI).split_with_sizes(self.sizes, -1)))
+            held.input, held.version = x_TI, _version(x_TI)
+        out = held.parts.pop(index)
+        if not held.parts:
+            held.input = None
         return out
 
 

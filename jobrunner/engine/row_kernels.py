@@ -4,7 +4,8 @@ bfloat16 is read as uint16 and widened by a shift; sums and products are float32
 is rounded once, to the nearest, ties to even. One thread: so little work is done before another
 one is awake. A kernel is given the address of its job, as it takes longer to hand over arrays
 than to norm a row.
-Shapes: R rows, W width of a row, T tokens, H heads, K kv heads, D width of a head.
+Shapes: R rows, W width of a row, T tokens, H heads, K kv heads, D width of a
+head, X heads of both kinds.
 """
 
 from __future__ import annotations
@@ -76,31 +77,37 @@ def add_rms_norm(
 
 
 def rotate(
-    q_HTD: torch.Tensor, k_KTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `x * cos + (-second half of x, first half of x) * sin` of queries and of keys.
 
     Everything is bfloat16. In memory the results lie side by side, those of a token together.
     """
-    q_HTD, k_KTD, cos_TD, sin_TD = map(_with_rows, (q_HTD, k_KTD, cos_TD, sin_TD))
-    heads, tokens, width = q_HTD.shape
-    kv_heads = k_KTD.shape[0]
-    together = heads + kv_heads
-    out_THD = torch.empty((tokens, together, width), dtype=torch.bfloat16)
-    q_head_stride, q_token_stride, _ = q_HTD.stride()
-    k_head_stride, k_token_stride, _ = k_KTD.stride()
+    _, q_head_stride, q_token_stride, q_stride = q_1HTD.stride()
+    _, k_head_stride, k_token_stride, k_stride = k_1KTD.stride()
+    _, cos_token_stride, cos_stride = cos_1TD.stride()
+    _, sin_token_stride, sin_stride = sin_1TD.stride()
+    if not q_stride == k_stride == cos_stride == sin_stride == 1:
+        q_1HTD, k_1KTD, cos_1TD, sin_1TD = (
+            x.clone(memory_format=torch.contiguous_format)
+            for x in (q_1HTD, k_1KTD, cos_1TD, sin_1TD)
+        )
+        return rotate(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
+    _, heads, tokens, width = q_1HTD.shape
+    kv_heads = k_1KTD.shape[1]
+    out_1TXD = torch.empty((1, tokens, heads + kv_heads, width), dtype=torch.bfloat16)
     # fmt: off
     job = array("q", (
         tokens, heads, kv_heads, width,
-        q_HTD.data_ptr(), q_head_stride, q_token_stride,
-        k_KTD.data_ptr(), k_head_stride, k_token_stride,
-        cos_TD.data_ptr(), cos_TD.stride(0), sin_TD.data_ptr(), sin_TD.stride(0),
-        out_THD.data_ptr(),
+        q_1HTD.data_ptr(), q_head_stride, q_token_stride,
+        k_1KTD.data_ptr(), k_head_stride, k_token_stride,
+        cos_1TD.data_ptr(), cos_token_stride, sin_1TD.data_ptr(), sin_token_stride,
+        out_1TXD.data_ptr(),
     ))
     # fmt: on
     _kernels().rotate.ctypes(job.buffer_info()[0])
-    q_THD, k_TKD = out_THD.split((heads, kv_heads), 1)
-    return q_THD.transpose(0, 1), k_TKD.transpose(0, 1)
+    q_out, k_out = out_1TXD.transpose(1, 2).split_with_sizes((heads, kv_heads), 1)
+    return q_out, k_out
 
 
 def _norm(
@@ -130,10 +137,6 @@ def _norm(
 def _bits_of(number: float) -> int:
     bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
     return bits
-
-
-def _with_rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _compile() -> _Kernels:

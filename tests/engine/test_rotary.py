@@ -30,41 +30,39 @@ def logits(model: Any, rows: int = 1) -> torch.Tensor:
     return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
 
 
-def expected_rotation(x_HTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor):
-    return x_HTD.float() * cos_TD + modeling_llama.rotate_half(x_HTD.float()) * sin_TD
-
-
-def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == torch.bfloat16
-    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-6)
+def assert_rotated_once(
+    q_1HTD: torch.Tensor, k_1KTD: torch.Tensor, cos_1TD: torch.Tensor, sin_1TD: torch.Tensor
+) -> None:
+    """Both are what float32 gives, rounded once."""
+    rotated = rotate(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
+    for x, actual in zip((q_1HTD, k_1KTD), rotated, strict=True):
+        x = x.float()
+        expected = x * cos_1TD[:, None] + modeling_llama.rotate_half(x) * sin_1TD[:, None]
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 1), (4, 2)])
 @pytest.mark.parametrize("width", [2, 8, 64])
 def test_a_rotation_is_rounded_once(tokens, heads, kv_heads, width):
-    q_HTD = torch.randn(tokens, heads, width).bfloat16().transpose(0, 1)
-    k_KTD = torch.randn(tokens, kv_heads, width).bfloat16().transpose(0, 1)
-    cos_TD, sin_TD = torch.randn(2, tokens, width).bfloat16()
-    q, k = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
-    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
-    assert_rounded_once(k, expected_rotation(k_KTD, cos_TD, sin_TD))
+    q_1HTD = torch.randn(1, tokens, heads, width).bfloat16().transpose(1, 2)
+    k_1KTD = torch.randn(1, tokens, kv_heads, width).bfloat16().transpose(1, 2)
+    cos_1TD, sin_1TD = torch.randn(2, 1, tokens, width).bfloat16()
+    assert_rotated_once(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
 
 
 def test_queries_and_keys_may_be_slices_of_one_tensor():
-    all_TXD = torch.randn(9, 7, 8).bfloat16()
-    q_HTD, k_KTD, _ = all_TXD.transpose(0, 1).split((4, 2, 1))
-    cos_TD, sin_TD = torch.randn(2, 9, 16).bfloat16()[..., 4:12]
-    q, k = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
-    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
-    assert_rounded_once(k, expected_rotation(k_KTD, cos_TD, sin_TD))
+    all_1TXD = torch.randn(1, 9, 7, 8).bfloat16()
+    q_1HTD, k_1KTD, _ = all_1TXD.transpose(1, 2).split((4, 2, 1), 1)
+    cos_1TD, sin_1TD = torch.randn(2, 1, 9, 16).bfloat16()[..., 4:12]
+    assert_rotated_once(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
 
 
 def test_a_head_need_not_lie_side_by_side():
-    q_HTD, k_KTD = torch.randn(2, 3, 9, 16).bfloat16()[..., ::2]
-    cos_TD, sin_TD = torch.randn(2, 9, 16).bfloat16()[..., ::2]
-    q, _ = rotate(q_HTD, k_KTD, cos_TD, sin_TD)
-    assert_rounded_once(q, expected_rotation(q_HTD, cos_TD, sin_TD))
+    q_1HTD, k_1KTD = torch.randn(2, 1, 3, 9, 16).bfloat16()[..., ::2]
+    cos_1TD, sin_1TD = torch.randn(2, 1, 9, 8).bfloat16()
+    assert_rotated_once(q_1HTD, k_1KTD, cos_1TD, sin_1TD)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "mixtral", "phi3"])
