@@ -136,6 +136,21 @@ def test_a_gated_unit_is_computed_within_its_products(activation):
     assert error < 2**-7
 
 
+def test_a_gated_unit_adds_what_goes_past_it():
+    fused = made_fast(gated())
+    x, residual = torch.randn(2, 1, 9, 32).bfloat16()
+    torch.testing.assert_close(fused(x, residual), residual + fused(x), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_adds_what_it_norms(dtype):
+    fused = made_fast(LlamaRMSNorm(8))
+    x, y = torch.randn(2, 1, 5, 8)
+    total, normed = fused.add(x.bfloat16(), y.to(dtype))
+    assert torch.equal(total, x.bfloat16() + y.to(dtype))
+    assert torch.equal(normed, fused(total))
+
+
 class Halved(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 0.5 * super().forward(x)

@@ -37,6 +37,19 @@ def test_a_packed_layer_gives_the_same_numbers_but_for_one_rounding(rows, bias, 
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-8)
 
 
+@pytest.mark.parametrize("rows", [0, 1, 65])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_is_added_is_rounded_with_the_product(rows, bias):
+    own = linear(32, 48, bias=bias)
+    x, other = torch.randn(1, rows, 32).bfloat16(), torch.randn(1, rows, 48).bfloat16()
+    expected = x.float() @ own.weight.float().T + other.float()
+    if bias:
+        expected += own.bias.float()
+    actual = PackedLinear(own).plus(x, other)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-4)
+
+
 def test_inputs_need_not_lie_side_by_side():
     own = linear(32, 48)
     x = torch.randn(1, 5, 64).bfloat16()[..., ::2]
