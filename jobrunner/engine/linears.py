@@ -8,7 +8,7 @@ Shapes: T tokens, I inputs, O outputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -57,8 +57,106 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
             x_TI, other_TO, self._packed, self.bias, "mul"
         )
 
+    def plus(self, x_TI: torch.Tensor, other_TO: torch.Tensor) -> torch.Tensor:
+        """Return the layer's outputs plus `other`, rounded once."""
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x_TI, other_TO, self._packed, self.bias, "add"
+        )
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class _Held:
+    """What a product gave and nobody has taken yet, and the input that it was made of."""
+
+    __slots__ = ("input", "parts", "version")
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.version = 0
+        self.parts: dict[int, torch.Tensor] = {}
+
+
+class MergedLinear(PackedLinear):
+    """Several packed layers as one product: all that they say of one input is computed at once.
+
+    What is left to be asked for is held, with its input, until the last part has been taken.
+    """
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        super().__init__(_side_by_side(parts))
+        self.sizes = [part.out_features for part in parts]
+        # not attributes of the module, which take microseconds to set
+        self._held = _Held()
+
+    def part(self, index: int, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return what one of the layers makes of an input: a slice `[..., O]` of the rows of all.
+
+        Only an input that was not seen before, or changed since, is multiplied.
+        """
+        held = self._held
+        # what is held cannot give its place to another tensor
+        seen = x_TI is held.input and _version(x_TI) == held.version
+        if not seen or index not in held.parts:
+            held.parts = dict(enumerate(self(x_TI).split_with_sizes(self.sizes, -1)))
+            held.input, held.version = x_TI, _version(x_TI)
+        out = held.parts.pop(index)
+        if not held.parts:
+            held.input = None
+        return out
+
+
+class PartialLinear(nn.Module):  # type: ignore[misc]
+    """One of the layers that a merged one computes, in its place."""
+
+    def __init__(self, merged: MergedLinear, index: int) -> None:
+        super().__init__()
+        self.merged = merged
+        self.in_features = merged.in_features
+        self.out_features = merged.sizes[index]
+        self._index = index
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight in its usual order, made anew each time."""
+        return self.merged.weight.split(self.merged.sizes)[self._index]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, a part of that of all."""
+        bias = self.merged.bias
+        return None if bias is None else bias.split(self.merged.sizes)[self._index]
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return `[..., O]`."""
+        return self.merged.part(self._index, x_TI)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def can_merge(parts: Sequence[PackedLinear]) -> bool:
+    """Whether these layers could take one input, all with a bias or all without."""
+    return len({(part.in_features, part.bias is None) for part in parts}) == 1
+
+
+def _side_by_side(parts: Sequence[PackedLinear]) -> nn.Linear:
+    inputs, outputs = parts[0].in_features, sum(part.out_features for part in parts)
+    linear = nn.Linear(inputs, outputs, bias=parts[0].bias is not None, device="meta")
+    linear.weight = _fixed(torch.cat([part.weight for part in parts]))
+    if linear.bias is not None:
+        linear.bias = _fixed(torch.cat([part.bias for part in parts]))
+    return linear
+
+
+def _fixed(values: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(values, requires_grad=False)
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was changed in place, which tensors of inference do not count."""
+    return 0 if x.is_inference() else x._version
 
 
 def packs(model: nn.Module) -> bool:

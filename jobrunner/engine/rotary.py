@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 Rotary = Callable[..., Any]
-Rotate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# of queries and keys `[1, H, T, D]` with cosines and sines `[1, T, D]`
+Rotate = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 _NAME = "apply_rotary_pos_emb"
 _SEED = 20240229
@@ -71,26 +72,21 @@ def _copy(forward: FunctionType, rotary: Rotary) -> FunctionType:
 def _either(theirs: Rotary, rotate: Rotate) -> Rotary:
     def rotary(*arguments: Any, **named: Any) -> Any:
         if len(arguments) == 4 and not named and _is_served(*arguments):
-            q_1HTD, k_1HTD, cos_1TD, sin_1TD = arguments
-            q_HTD = rotate(q_1HTD[0], cos_1TD[0], sin_1TD[0])
-            k_HTD = rotate(k_1HTD[0], cos_1TD[0], sin_1TD[0])
-            return q_HTD.unsqueeze(0), k_HTD.unsqueeze(0)
+            return rotate(*arguments)
         return theirs(*arguments, **named)
 
     return rotary
 
 
 def _is_served(q_1HTD: Any, k_1HTD: Any, cos_1TD: Any, sin_1TD: Any) -> bool:
-    tensors = (q_1HTD, k_1HTD, cos_1TD, sin_1TD)
-    if not all(isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 for x in tensors):
+    for x in (q_1HTD, k_1HTD, cos_1TD, sin_1TD):
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.bfloat16:
+            return False
+    q, k, rows = q_1HTD.shape, k_1HTD.shape, cos_1TD.shape
+    if not (len(q) == len(k) == 4 and len(rows) == 3 and rows == sin_1TD.shape):
         return False
-    row = (1, q_1HTD.shape[-2], q_1HTD.shape[-1])
-    return (
-        q_1HTD.dim() == k_1HTD.dim() == 4
-        and (q_1HTD.shape[0], *q_1HTD.shape[2:]) == row
-        and (k_1HTD.shape[0], *k_1HTD.shape[2:]) == row
-        and tuple(cos_1TD.shape) == tuple(sin_1TD.shape) == row
-    )
+    alike: bool = q[0] == k[0] == rows[0] == 1 and q[2:] == k[2:] == rows[1:]
+    return alike
 
 
 def _is_usual(theirs: Rotary, rotate: Rotate) -> bool:

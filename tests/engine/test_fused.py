@@ -15,10 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from jobrunner.engine.devices import cpu_has_bfloat16
 from jobrunner.engine.fused import FusedNorm, GatedLinear, make_fast
-from jobrunner.engine.linears import PackedLinear
+from jobrunner.engine.linears import MergedLinear, PackedLinear, PartialLinear
 from tests.tiny import save_shaken_model, shrunk
 
 pytest.importorskip("numba")
+
+from jobrunner.engine.row_kernels import add_rms_norm, rms_norm
+
 pytestmark = pytest.mark.skipif(not cpu_has_bfloat16(), reason="no bfloat16 instructions here")
 
 KINDS = """llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3_text phi3 olmo2 gpt_oss
@@ -54,6 +57,40 @@ def test_a_fused_norm_is_the_norm_rounded_once(norm, width):
     expected = norm(width)
     expected.load_state_dict(fused.own.state_dict())
     torch.testing.assert_close(fused(x).float(), expected(x.float()), rtol=2**-8, atol=1e-6)
+
+
+MANY = 90
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[..., :8].view(1, MANY, 1, 8),
+        lambda x: x[..., 4:12].view(1, MANY, 2, 4).transpose(1, 2),
+        lambda x: x.view(1, MANY, 4, 8)[:, :, 1:3],
+        lambda x: x.view(1, MANY, 4, 8)[..., ::2],
+        lambda x: x.view(2, MANY // 2, 4, 8)[:, :, :3],
+        lambda x: x[0, 0],
+        lambda x: x[:, :0],
+    ],
+)
+def test_rows_of_a_norm_may_lie_anywhere(view):
+    x = view(torch.randn(1, MANY, 32).bfloat16())
+    weight_W = torch.randn(x.shape[-1])
+    wide = x.float()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight_W
+    actual = rms_norm(x, weight_W, 1e-3)
+    assert actual.shape == x.shape
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, MANY])
+def test_a_sum_is_rounded_before_it_is_normed(rows):
+    x, y = torch.randn(2, 1, rows, 33).bfloat16()
+    weight_W = torch.randn(33)
+    total, normed = add_rms_norm(x, y, weight_W, 1e-3)
+    assert torch.equal(total, x + y)
+    assert torch.equal(normed, rms_norm(x + y, weight_W, 1e-3))
 
 
 def test_a_fused_norm_leaves_other_types_to_its_own():
@@ -99,6 +136,21 @@ def test_a_gated_unit_is_computed_within_its_products(activation):
     assert error < 2**-7
 
 
+def test_a_gated_unit_adds_what_goes_past_it():
+    fused = made_fast(gated())
+    x, residual = torch.randn(2, 1, 9, 32).bfloat16()
+    torch.testing.assert_close(fused(x, residual), residual + fused(x), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fused_norm_adds_what_it_norms(dtype):
+    fused = made_fast(LlamaRMSNorm(8))
+    x, y = torch.randn(2, 1, 5, 8)
+    total, normed = fused.add(x.bfloat16(), y.to(dtype))
+    assert torch.equal(total, x.bfloat16() + y.to(dtype))
+    assert torch.equal(normed, fused(total))
+
+
 class Halved(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 0.5 * super().forward(x)
@@ -109,6 +161,88 @@ def test_another_unit_of_the_same_names_stays_and_its_layers_are_packed(own):
     part = made_fast(own)
     assert part is own
     assert isinstance(part.gate_proj, PackedLinear)
+
+
+class Attention(nn.Module):
+    """Asks its three layers as attention modules do."""
+
+    def __init__(self, heads: int = 4, kv_heads: int = 2, *, bias: bool = False) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(32, heads * 8, bias=bias)
+        self.k_proj = nn.Linear(32, kv_heads * 8, bias=bias)
+        self.v_proj = nn.Linear(32, kv_heads * 8, bias=bias)
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x, x, x
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        for_q, for_k, for_v = self.inputs(x)
+        shape = (*x.shape[:-1], -1, 8)
+        q, k = self.q_proj(for_q).view(shape), self.k_proj(for_k).view(shape)
+        return torch.cat([q, k, self.v_proj(for_v).view(shape)], dim=-2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_queries_keys_and_values_are_one_product(bias):
+    own = Attention(bias=bias)
+    fast = made_fast(own)
+    assert isinstance(fast.k_proj, PartialLinear)
+    x = torch.randn(1, 9, 32).bfloat16()
+    layers = (fast.q_proj, fast.k_proj, fast.v_proj)
+    expected = [x.float() @ part.weight.float().T for part in layers]
+    if bias:
+        expected = [y + part.bias.float() for y, part in zip(expected, layers, strict=True)]
+    actual = fast(x).flatten(-2).float()
+    torch.testing.assert_close(actual, torch.cat(expected, dim=-1), rtol=2**-7, atol=2**-7)
+
+
+def test_merged_weights_are_in_memory_once():
+    fast = made_fast(Attention(bias=True))
+    merged = [module for module in fast.modules() if isinstance(module, MergedLinear)]
+    assert len(merged) == 1
+    assert not any(type(module) is PackedLinear for module in fast.modules())
+    assert [tuple(parameter.shape) for parameter in fast.parameters()] == [(64,)]
+
+
+class Crossed(Attention):
+    """Keys and values of something else."""
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x, x.flip(-2), x
+
+
+class Changing(Attention):
+    """Changes the input between the layers."""
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        x = x.clone()
+        q = self.q_proj(x)
+        k = self.k_proj(x.mul_(2))
+        return torch.cat([q, k, self.v_proj(x)], dim=-1)
+
+
+class Shared(Attention):
+    """Takes its keys for values."""
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x)], dim=-1)
+
+
+def mixed_biases() -> nn.Module:
+    own = Attention(bias=True)
+    own.k_proj.bias = None
+    return own
+
+
+@pytest.mark.parametrize(
+    "own",
+    [Crossed(), Changing(), Shared(), mixed_biases()],
+    ids="crossed changing shared mixed".split(),
+)
+def test_layers_that_are_not_asked_alike_stay_apart(own):
+    fast = made_fast(own)
+    assert type(fast.k_proj) is PackedLinear
+    assert "forward" not in vars(fast.k_proj)
 
 
 def test_a_float32_model_is_left_alone():
@@ -148,3 +282,13 @@ def test_a_fast_model_is_no_further_from_float32(kind: str, tmp_path: Path):
         fast_error.append((logits(fast, ids) - expected).abs().mean())
     # where another expert is chosen a row is far off: the median tells
     assert torch.stack(fast_error).median() <= 1.05 * torch.stack(own_error).median()
+
+
+@pytest.mark.parametrize(
+    "kind", "llama mistral qwen2 qwen3 qwen3_moe mixtral gemma2 gemma3_text gpt_oss olmo2".split()
+)
+def test_the_usual_families_are_merged(kind: str):
+    config = shrunk(CONFIG_MAPPING[kind], num_hidden_layers=2)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    make_fast(model.eval().requires_grad_(False))
+    assert sum(isinstance(module, MergedLinear) for module in model.modules()) == 2

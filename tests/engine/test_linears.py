@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from jobrunner.engine.linears import PackedLinear, pack_linears
+from jobrunner.engine.linears import (
+    MergedLinear,
+    PackedLinear,
+    PartialLinear,
+    can_merge,
+    pack_linears,
+)
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
@@ -29,6 +35,19 @@ def test_a_packed_layer_gives_the_same_numbers_but_for_one_rounding(rows, bias, 
     expected, actual = own(x), PackedLinear(own)(x)
     assert actual.shape == expected.shape
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_is_added_is_rounded_with_the_product(rows, bias):
+    own = linear(32, 48, bias=bias)
+    x, other = torch.randn(1, rows, 32).bfloat16(), torch.randn(1, rows, 48).bfloat16()
+    expected = x.float() @ own.weight.float().T + other.float()
+    if bias:
+        expected += own.bias.float()
+    actual = PackedLinear(own).plus(x, other)
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-4)
 
 
 def test_inputs_need_not_lie_side_by_side():
@@ -73,3 +92,93 @@ def test_layers_that_do_more_than_multiply_are_left_alone():
     model = nn.Sequential(doubling, hooked, wide)
     assert pack_linears(model) == 0
     assert list(model) == [doubling, hooked, wide]
+
+
+SIZES = (48, 16, 16)
+
+
+def merged(*, bias: bool = False) -> tuple[list[PackedLinear], list[PartialLinear]]:
+    own = [PackedLinear(linear(32, outputs, bias=bias)) for outputs in SIZES]
+    together = MergedLinear(own)
+    return own, [PartialLinear(together, index) for index in range(len(own))]
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the rows of each product of a merged layer from now on."""
+    rows: list[int] = []
+    multiply = MergedLinear.forward
+
+    def counted(self: MergedLinear, x: torch.Tensor) -> torch.Tensor:
+        rows.append(x.shape[-2])
+        return multiply(self, x)
+
+    monkeypatch.setattr(MergedLinear, "forward", counted)
+    return rows
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 65])
+def test_parts_of_a_merged_layer_give_what_the_layers_gave(bias, rows):
+    own, parts = merged(bias=bias)
+    x = torch.randn(1, rows, 32).bfloat16()
+    for layer, part in zip(own, parts, strict=True):
+        torch.testing.assert_close(part(x), layer(x), rtol=2**-7, atol=2**-8)
+
+
+def test_heads_can_be_seen_in_a_part_without_a_copy():
+    _, parts = merged()
+    x = torch.randn(1, 5, 32).bfloat16()
+    out = parts[0](x)
+    assert out.view(1, 5, -1, 8).transpose(1, 2).data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
+def test_one_input_is_multiplied_once(order, monkeypatch):
+    _, parts = merged()
+    rows = products(monkeypatch)
+    x = torch.randn(1, 5, 32).bfloat16()
+    for index in order:
+        parts[index](x)
+    assert rows == [5]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_nothing_is_held_once_all_is_taken(inference):
+    _, parts = merged()
+    with torch.inference_mode(inference):
+        x = torch.randn(1, 5, 32).bfloat16()
+        outs = [weakref.ref(part(x)) for part in parts]
+    seen = weakref.ref(x)
+    del x
+    assert seen() is None
+    assert [out() for out in outs] == [None] * len(parts)
+
+
+def test_each_input_has_its_own_answer():
+    own, parts = merged()
+    x, y = torch.randn(2, 1, 5, 32).bfloat16()
+    for index, given in ((0, x), (0, x), (1, y), (1, x), (0, y), (2, y), (2, x), (0, x)):
+        torch.testing.assert_close(parts[index](given), own[index](given), rtol=2**-7, atol=2**-8)
+
+
+def test_an_input_that_changed_in_place_is_another():
+    own, parts = merged()
+    x = torch.randn(1, 5, 32).bfloat16()
+    parts[0](x)
+    x.neg_()
+    torch.testing.assert_close(parts[1](x), own[1](x), rtol=2**-7, atol=2**-8)
+
+
+def test_weight_and_bias_of_a_part_can_still_be_read():
+    own, parts = merged(bias=True)
+    for layer, part in zip(own, parts, strict=True):
+        assert torch.equal(part.weight, layer.weight)
+        assert torch.equal(part.bias, layer.bias)
+    assert merged()[1][0].bias is None
+
+
+def test_layers_of_other_inputs_or_biases_cannot_be_merged():
+    packed = [PackedLinear(linear(32, 16, bias=bias)) for bias in (False, False, True)]
+    assert can_merge(packed[:2])
+    assert not can_merge(packed)
+    assert not can_merge([packed[0], PackedLinear(linear(16, 16))])
