@@ -211,6 +211,7 @@ def _work(
                 deadline.observe(step.completions)
                 if deadline.too_late(stop.left_s):
                     guard.stop_admitting()
+                    guard.take_back(engine.withdraw())
                 if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
