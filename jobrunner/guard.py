@@ -58,6 +58,8 @@ class Guard:
         returned = list(requests)
         self._flight.end(request.id for request in returned)
         self._feed.give_back(returned)
+        # of a row with several samples others may run
+        self._ledger.unbegin(request.id for request in returned if request.samples == 1)
 
     def take(self, limit: int) -> Iterable[Request]:
         """Hand over at most `limit` requests; of suspect rows only a group, when all else is done.
