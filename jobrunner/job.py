@@ -120,6 +120,7 @@ def run(
             _tell_finished(finished, directory)
         # what a worker left that died while another one finished the job
         claims = Claims(directory.claims, directory.temporary, likely)
+        clean_up(directory, finished.shards, claims.is_dead, keep_status=True)
         discard_dead_flights(directory, claims.is_dead)
         claims.sweep()
         return _sum_up(finished, directory)
