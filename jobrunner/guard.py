@@ -49,9 +49,17 @@ class Guard:
         return self._admitting and self._feed.exhausted
 
     def stop_admitting(self) -> None:
-        """Hand over no more requests, suspect or not: whoever takes them ends those it has."""
+        """Hand over no more requests, suspect or not: the engine ends those that it has begun."""
         self._admitting = False
         self._feed.stop_admitting()
+
+    def take_back(self, requests: Iterable[Request]) -> None:
+        """Take back what the engine has not begun."""
+        returned = list(requests)
+        self._flight.end(request.id for request in returned)
+        self._feed.give_back(returned)
+        # of a row with several samples others may run
+        self._ledger.unbegin(request.id for request in returned if request.samples == 1)
 
     def take(self, limit: int) -> Iterable[Request]:
         """Hand over at most `limit` requests; of suspect rows only a group, when all else is done.

@@ -120,6 +120,7 @@ def run(
             _tell_finished(finished, directory)
         # what a worker left that died while another one finished the job
         claims = Claims(directory.claims, directory.temporary, likely)
+        clean_up(directory, finished.shards, claims.is_dead, keep_status=True)
         discard_dead_flights(directory, claims.is_dead)
         claims.sweep()
         return _sum_up(finished, directory)
@@ -202,6 +203,10 @@ def _work(
         feed = Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted)
         with _frozen(), feed, flight:
             guard = Guard(feed, ledger, flight, suspects)
+
+            def take_back() -> None:
+                guard.take_back(engine.withdraw())
+
             for step in _turns(engine, guard, _replayed(guard, job)):
                 guard.finish(step.completions)
                 _finish(step.completions, job, ledger, limits)
@@ -211,6 +216,7 @@ def _work(
                 deadline.observe(step.completions)
                 if deadline.too_late(stop.left_s):
                     guard.stop_admitting()
+                    take_back()
                 if stop.requested or limits.passed:
                     break
                 # what an idle worker holds back may be what the others wait for
@@ -218,7 +224,8 @@ def _work(
                     ledger.checkpoint(engine.partials())
                     _count_others(stats, progress)
                 _tell_merged(ledger.tick())
-                if ledger.share(idle=guard.wants_more and step.waiting == 0):
+                idle = guard.wants_more and step.waiting == 0
+                if ledger.share(idle=idle, take_back=take_back):
                     feed.drop_unwanted()
                 console.update(stats)
             _fail(guard.errors(), ledger, limits, stats)

@@ -237,3 +237,6 @@ class Engine(Protocol):
 
     def partials(self) -> list[Partial]:
         """Every unfinished row that has at least one generated token."""
+
+    def withdraw(self) -> list[Request]:
+        """Give back the requests that have not begun, to be asked for again or by others."""

@@ -94,6 +94,27 @@ def test_what_a_finished_job_returns_is_what_it_returned_at_its_end(finished):
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.folder.rglob("*")) == before
 
 
+def test_a_start_after_the_end_sweeps_up_what_a_worker_left_that_died_later(finished):
+    run = replace(finished.directory, worker=ended_worker())
+    said = run.status / f"{run.worker}.json"
+    left = run.idle / run.worker, run.temporary / f"{run.worker}.0", run.cuts("a.parquet") / "5"
+    for path in (said, *left):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    finished.run()
+    assert finished.leftovers() == []
+    # a finished job can still be asked for its status
+    assert said.exists()
+    assert finished.problems() == []
+
+
+def ended_worker():
+    """The name of a worker of this host that has ended."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return replace(Identity.of_this_process("cpu"), pid=process.pid).worker
+
+
 @pytest.mark.parametrize("free", ["batching.max_batch_size=3", 'progress.style="off"'])
 def test_settings_that_decide_nothing_may_differ(finished, free):
     assert finished_progress(finished.directory, finished.settings(free)) is not None

@@ -40,17 +40,26 @@ class Handed(FakeRequests):
     def stop_admitting(self):
         """Nothing is left anyway."""
 
+    def give_back(self, requests):
+        self._requests[:0] = requests
+
     def errors(self):
         return []
 
 
 @pytest.fixture
-def guarded(tmp_path):
+def unbegun():
+    """The rows that the ledger hears are not begun any more."""
+    return []
+
+
+@pytest.fixture
+def guarded(tmp_path, unbegun):
     def make(requests, weights, guilty=()):
         run = SimpleNamespace(flights=tmp_path / "flights")
         flight = Flight(run, Identity.of_this_process("cpu"))
         flight.__enter__()
-        ledger = SimpleNamespace(begin=list)
+        ledger = SimpleNamespace(begin=list, unbegin=unbegun.extend)
         return Guard(Handed(requests), ledger, flight, Known(weights, guilty))
 
     return make
@@ -109,3 +118,23 @@ def test_a_guilty_row_is_an_error_once_and_is_never_handed_out(guarded):
     [error] = guard.errors()
     assert (error.id.index, error.error.kind) == (0, "internal")
     assert guard.errors() == []
+
+
+def test_what_the_engine_gives_back_is_not_in_flight_and_comes_again(guarded, unbegun):
+    guard = guarded([request(0), *(request(1, sample, 2) for sample in range(2))], {})
+    taken = guard.take(100)
+    guard.take_back(taken[:2])
+    # another sample of row 1 may run
+    assert unbegun == [RowId("a", 0)]
+    assert not guard.exhausted
+    assert list(guard.take(100)) == taken[:2]
+    guard.finish(Completion(one.id) for one in taken)
+    assert guard.ended
+
+
+def test_suspects_that_come_back_run_alone_again(guarded):
+    guard = guarded([request(0), request(1)], {0: 6, 1: 6})
+    assert list(guard.take(100)) == []
+    taken = guard.take(100)
+    guard.take_back(taken)
+    assert groups(guard) == [[(1, 0)], [(0, 0)]]

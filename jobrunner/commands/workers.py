@@ -26,7 +26,7 @@ from jobrunner.stop import Stop
 log = logging.getLogger("cbjob")
 
 # how a worker's process begins; the options of `cbjob run` follow
-PROGRAM = (sys.executable, "-m", "jobrunner.cli", "run")
+PROGRAM: tuple[str, ...] = (sys.executable, "-m", "jobrunner.cli", "run")
 # how often workers say their numbers at the least, and how often this process looks at them
 SAID_EVERY_S = 1.0
 LOOK_EVERY_S = 0.1

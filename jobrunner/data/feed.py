@@ -76,6 +76,14 @@ class Feed:
             self._admitting = False
             self._changed.notify_all()
 
+    def give_back(self, requests: Iterable[Request]) -> None:
+        """Take requests back that were handed over: they are the next again."""
+        with self._changed:
+            returned = list(requests)
+            self._ready.extendleft(reversed(returned))
+            self._tokens += sum(map(_tokens, returned))
+            self._changed.notify_all()
+
     def drop_unwanted(self) -> None:
         """Forget what is ready of rows that are not wanted any more."""
         with self._changed:

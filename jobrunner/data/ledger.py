@@ -161,33 +161,47 @@ class Ledger:
                         begun = self._frontiers.get(span, span.start)
                         self._frontiers[span] = max(begun, row.index + 1)
 
+    def unbegin(self, rows: Iterable[RowId]) -> None:
+        """Take note that rows came back from the engine as they went there."""
+        returned = set(rows)
+        with self._lock:
+            for span, begun in self._frontiers.items():
+                while begun > span.start and RowId(span.shard, begun - 1) in returned:
+                    begun -= 1
+                self._frontiers[span] = begun
+
     def wanted(self, row: RowId) -> bool:
         """Tell whether a row is still this worker's to do."""
         return not any(
             span.shard == row.shard and span.start <= row.index < span.stop for span in self._given
         )
 
-    def share(self, *, idle: bool) -> bool:
+    def share(self, *, idle: bool, take_back: Callable[[], None]) -> bool:
         """Give rows that are not begun to workers that have nothing to do; tell whether it did.
 
-        `idle` says that this worker's engine could take more rows and gets none. Cheap, for
-        every step.
+        `idle` says that this worker's engine could take more rows and gets none; `take_back` has
+        it give up those that only wait there, and calls `unbegin`. Cheap, for every step.
         """
         now_s = self._clock()
         if now_s - self._shared_s < POLL_S:
             return False
         self._shared_s = now_s
         with self._lock:
-            unbegun = {span: rows for span in self._held if (rows := self._unbegun(span))}
-            if idle and not unbegun:
+            if idle and not self._all_unbegun():
                 self._idlers.show()
                 return False
             self._idlers.hide()
-            others = self._idlers.count() if unbegun else 0
-            if not others:
-                return False
+            others = self._idlers.count() if self._held else 0
+        if not others:
+            return False
+        take_back()
+        with self._lock:
+            unbegun = self._all_unbegun()
             left = sum(len(rows) for rows in unbegun.values())
             return self._give(unbegun, left * others // (others + 1), others)
+
+    def _all_unbegun(self) -> dict[Span, range]:
+        return {span: rows for span in self._held if (rows := self._unbegun(span))}
 
     def _unbegun(self, span: Span) -> range:
         """The rows at the end of a held span that nobody has begun."""

@@ -82,6 +82,11 @@ class Progress:
         return done.count(span.start, span.stop) == span.stop - span.start
 
     @property
+    def shards(self) -> list[str]:
+        """The shards of the input, in order."""
+        return list(self._rows)
+
+    @property
     def unmerged(self) -> list[str]:
         """The shards that have no result file yet, or one that will be replaced, in order."""
         return [shard for shard, progress in self._shards.items() if not progress.merged]
@@ -125,11 +130,17 @@ class Progress:
         return ShardProgress(rows, done, tally, merged=False)
 
 
-def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], bool]) -> None:
+def clean_up(
+    run: RunDirectory,
+    shards: Iterable[str],
+    is_dead: Callable[[str], bool],
+    *,
+    keep_status: bool = False,
+) -> None:
     """Remove what a kill left behind between a commit and the removal that follows it.
 
     `is_dead` tells of a worker, by its name, that it is known to be dead: only its temporary
-    files are nobody's.
+    files are nobody's. What it last said of itself goes too, unless `keep_status`.
     """
     for shard in shards:
         if not run.result(shard).exists():
@@ -140,6 +151,8 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], 
             remove_replaced(run, shard)
     remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
     remove([path for path in files_in(run.idle) if is_dead(path.name)])
+    if keep_status:
+        return
     # what a worker said of itself is named like its temporary files
     remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
 

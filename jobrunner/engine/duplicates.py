@@ -127,6 +127,18 @@ class Duplicates:
         self._answered += len(shared)
         return shared
 
+    def withdraw(self, requests: Iterable[Request]) -> list[Request]:
+        """Forget requests that are not computed after all; return them and who waited for them."""
+        withdrawn: list[Request] = []
+        for request in requests:
+            withdrawn.append(request)
+            leader = self._leading.pop(SampleId(request.id, request.sample), None)
+            if leader is not None:
+                del self._leaders[leader.key]
+                self._waiting -= len(leader.followers)
+                withdrawn += [follower for follower, _ in leader.followers]
+        return withdrawn
+
     def count_answered(self) -> int:
         """Return how many requests got an answer without being computed, since the last call."""
         count, self._answered = self._answered, 0

@@ -19,7 +19,7 @@ from jobrunner.engine.plan import Drawn, Plan
 from jobrunner.engine.scheduler import Scheduler
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.tuning import Tuning
-from jobrunner.records import Completion, Partial, Requests, Step
+from jobrunner.records import Completion, Partial, Request, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
 _IDLE_WAIT_S = 0.1
@@ -129,6 +129,13 @@ class Engine:
             for sequence in self._scheduler.unfinished()
             if sequence.known > sequence.prompt_length
         ]
+
+    def withdraw(self) -> list[Request]:
+        """Give back the requests that have not begun, to be asked for again or by others."""
+        withdrawn = self._scheduler.withdraw()
+        if self._duplicates is not None:
+            withdrawn = self._duplicates.withdraw(withdrawn)
+        return withdrawn
 
     def _top_up(self, requests: Requests, now: float) -> list[Completion]:
         """Fill the waiting window; return the requests that were complete as they came."""

@@ -163,6 +163,16 @@ class Scheduler:
         self._waiting.add(sequence)
         return None
 
+    def withdraw(self) -> list[Request]:
+        """Take out those who wait and never ran; return their requests as they came.
+
+        Whoever waits for a prefix has been let in, and stays.
+        """
+        fresh = [sequence for sequence in self._waiting if sequence.admission < 0]
+        for sequence in fresh:
+            self._waiting.remove(sequence)
+        return [sequence.request for sequence in fresh]
+
     def unfinished(self) -> Iterator[Sequence]:
         """Every sequence that is not handed out: running, waiting, or keeping its place."""
         yield from self._running

@@ -320,3 +320,23 @@ def test_who_waits_for_requests_is_told_that_no_more_are_admitted() -> None:
         waiting.join(PATIENCE_S / 2)
         assert not waiting.is_alive()
         never.set()
+
+
+def test_what_is_given_back_comes_first_again():
+    with Feed(iter([[good(index) for index in range(5)]]), 5, 100) as feed:
+        while len(taken := list(feed.take(5))) < 5:
+            feed.give_back(taken)
+            feed.wait(PATIENCE_S)
+        feed.give_back(taken[2:])
+        assert not feed.exhausted
+        assert drain(feed) == ([2, 3, 4], [])
+
+
+def test_what_is_given_back_to_a_feed_that_stopped_admitting_is_left_over():
+    with Feed(iter([[good(0)]]), 5, 100) as feed:
+        while not (taken := list(feed.take(1))):
+            feed.wait(PATIENCE_S)
+        feed.stop_admitting()
+        feed.give_back(taken)
+        assert list(feed.take(1)) == []
+        assert (feed.exhausted, feed.left_over) == (True, True)

@@ -40,6 +40,7 @@ class Worker:
         self.claims = Claims(self.run.claims, self.run.temporary, self.identity)
         self.progress = Progress(self.run, rows)
         self.now_s = 0.0
+        self.waiting = ()
         self.ledger = Ledger(
             self.run,
             self.claims,
@@ -60,7 +61,12 @@ class Worker:
     def look(self, *, idle=False):
         """Let time pass and look whether there is something to share."""
         self.now_s += 1.0
-        return self.ledger.share(idle=idle)
+        return self.ledger.share(idle=idle, take_back=self.take_back)
+
+    def take_back(self):
+        """Take back from the engine what only waits there."""
+        self.ledger.unbegin(RowId(SHARD, index) for index in self.waiting)
+        self.waiting = ()
 
     def answer(self, *indices):
         for index in indices:
@@ -376,6 +382,26 @@ def test_rows_that_were_begun_or_have_saved_tokens_are_never_given(tmp_path):
         list(two.assignments)
         assert ask(one, two)
         assert [a.span for a in two.assignments] == [Span(SHARD, 19, 20)]
+
+
+def test_rows_that_only_wait_in_the_engine_are_given_too(pair):
+    one, two = pair
+    begin(one, *range(20))
+    # the long ones ran first: nothing before row 13 can be given
+    one.waiting = (3, 4, *range(13, 20))
+    assert ask(one, two)
+    assert [a.span for a in two.assignments] == [Span(SHARD, 17, 20)]
+    assert one.waiting == ()
+
+
+def test_what_waits_in_the_engine_stays_there_while_nobody_is_idle(pair):
+    one, two = pair
+    begin(one, *range(20))
+    one.waiting = (18, 19)
+    for _ in range(3):
+        two.look()
+        assert not one.look()
+    assert one.waiting == (18, 19)
 
 
 def test_what_nobody_took_is_taken_back(pair):

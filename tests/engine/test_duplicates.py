@@ -279,3 +279,18 @@ def test_no_two_equal_rows_of_one_priority_are_computed(drawn, lookahead):
         for key in [row.sampling.draw_key if row.sampling.temperature else b""]
     }
     assert sum(step.duplicates for step in steps) == len(rows) - len(keys)
+
+
+def test_with_a_row_that_is_withdrawn_go_those_that_wait_for_its_answer():
+    bench = Bench(batch=1)
+    rows = [request(index, prompt) for index, prompt in enumerate([[1, 2], [5], [1, 2], [5], [7]])]
+    source = FakeRequests(rows)
+    run = bench.engine.run(source)
+    done = list(next(run).completions)
+    withdrawn = bench.engine.withdraw()
+    assert [each.id.index for each in withdrawn] == [1, 3, 4]
+    bench.duplicates.check()
+    done += [completion for step in run for completion in step.completions]
+    assert sorted(completion.id.index for completion in done) == [0, 2]
+    assert sorted(bench.answers(withdrawn)) == [SampleId(rows[index].id) for index in (1, 3, 4)]
+    bench.duplicates.check()

@@ -144,6 +144,39 @@ def test_every_row_ends_with_the_tokens_it_gets_alone(
             assert completion.prompt_tokens == len(each.prompt)
 
 
+class Returning(FakeRequests):
+    """A source that takes requests back."""
+
+    def give_back(self, requests: Sequence[Request]) -> None:
+        self._requests[:0] = requests
+
+
+@SETTINGS
+@given(rows=requests_strategy, at=st.integers(0, 20), blocks=st.integers(8, 14))
+def test_who_is_withdrawn_never_ran_and_all_others_end_with_their_tokens(rows, at, blocks):
+    bench = Bench(blocks=blocks, batch=3, lookahead=5)
+    requests = [request(index, prompt, most) for index, (prompt, most, _) in enumerate(rows)]
+    source = Returning(requests)
+    steps, withdrawn = [], []
+    for step in bench.engine.run(source):
+        steps.append(step)
+        if len(steps) == at:
+            begun = {chunk.sequence.request.id for plan in bench.plans for chunk in plan.chunks}
+            withdrawn = bench.engine.withdraw()
+            assert not begun & {each.id for each in withdrawn}
+            # those that are let in already wait for the prefix of one that runs
+            left = {each.request.id for each in bench.scheduler.unfinished()} - begun
+            assert len(left) <= 3
+            source.give_back(withdrawn)
+        bench.scheduler.check()
+    assert [each.id.index for each in withdrawn] == sorted(each.id.index for each in withdrawn)
+    done = completions(steps)
+    assert sorted(done) == list(range(len(rows)))
+    for each in requests:
+        completion = done[each.id.index]
+        assert completion.error or list(completion.tokens) == bench.runner.alone(each)
+
+
 @SETTINGS
 @given(
     rows=st.lists(

@@ -69,3 +69,10 @@ def test_a_shared_prompt_is_computed_once(work: list[str]) -> None:
     assert found["computed_share_without"] == 1.0
     # all but the last block of what is shared, and what is each row's own
     assert found["least_share"] <= found["computed_share"] < found["least_share"] + 0.05
+
+
+def test_workers_share_a_job_and_its_tail(tmp_path: Path, tiny_model: Path) -> None:
+    few = ["--rows", "48", "--tokens", "8", "--repeats", "1", "--set", 'model.dtype="float32"']
+    found = bench("bench_workers", tmp_path, "--model", tiny_model, *few)
+    assert found["throughput_ratio"] > 0
+    assert set(found["tail_s"]) == {"shared", "not shared"}
