@@ -299,6 +299,14 @@ class Automatic:
     lookahead: bool = False
 
 
+def largest(limits: Limits, automatic: Automatic) -> Limits:
+    """What the limits may become; a budget that is left to the machine only falls."""
+    if not automatic.max_batch_size:
+        return limits
+    most = min(MOST_BATCH_SIZE, limits.token_budget)
+    return replace(limits, max_batch_size=max(most, limits.max_batch_size))
+
+
 class Tuning:
     """Adjusts those limits that are left to the machine to the steps that run."""
 
@@ -307,8 +315,8 @@ class Tuning:
         self._automatic = automatic
         self._batch = self._budget = None
         if automatic.max_batch_size:
-            most = min(MOST_BATCH_SIZE, limits.token_budget)
-            self._batch = MaxBatchSize(limits.max_batch_size, max(most, limits.max_batch_size))
+            most = largest(limits, automatic).max_batch_size
+            self._batch = MaxBatchSize(limits.max_batch_size, most)
         if automatic.token_budget:
             self._budget = TokenBudget(limits.token_budget)
 
