@@ -25,6 +25,7 @@ SIZE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40} | 
     "GB": 10**9,
     "TB": 10**12,
 }
+SHARE = re.compile(r"\s*-?\d*\.?\d+\s*")
 QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -48,6 +49,17 @@ def _size(value: object) -> object:
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
         return value
     return int(_quantity(value, SIZE_UNITS, '"8GiB"'))
+
+
+def _memory(value: object) -> object:
+    """Bytes from `"8GiB"`, a share from `0.9` or `"0.9"`."""
+    if isinstance(value, str) and SHARE.fullmatch(value):
+        value = float(value)
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise ValueError('must be a share over 0 and up to 1, or a size like "8GiB"')
+    if isinstance(value, float):
+        return value
+    return _size(value)
 
 
 def _tuple(value: object) -> object:
@@ -98,6 +110,12 @@ Delay = Annotated[
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
     BeforeValidator(_size, json_schema_input_type=SizeInput),
+]
+Memory = Annotated[
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, le=1)] | Literal["auto"],
+    BeforeValidator(
+        _memory, json_schema_input_type=SizeInput | Annotated[float, Field(gt=0, le=1)]
+    ),
 ]
 Strings = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], OneOrMore]
 Column = Annotated[str, Field(min_length=1)]
@@ -254,7 +272,7 @@ class BatchingTable(Table):
     token_budget: Literal["auto"] | Positive = "auto"
     chunk_size: Literal["auto"] | Positive = "auto"
     block_size: Annotated[int, Field(ge=1, le=4096)] = 16
-    kv_memory: Size = "auto"
+    kv_memory: Memory = "auto"
     prefix_cache: bool = True
     lookahead: Literal["auto"] | Positive = "auto"
     policy: Literal["continuous", "static", "dynamic"] = "continuous"

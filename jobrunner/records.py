@@ -177,8 +177,9 @@ class Step:
     the prefix cache. `context_tokens` sums over its sequences how many tokens each already
     had in KV memory, `attended_tokens` over its prompt tokens how many each attends to: itself and
     all before it. `swapped_blocks` were copied to host memory or back, which took `swap_s`, part of
-    `forward_s`. `duplicates` of the completions are the answers of equal requests. An idle
-    step computes nothing: the engine waited for requests.
+    `forward_s`. `duplicates` of the completions are the answers of equal requests. So far
+    `out_of_memory` steps found no memory, and these are the limits now: `token_budget`,
+    `max_batch_size`. An idle step computes nothing: the engine waited for requests.
     """
 
     completions: Sequence[Completion] = ()
@@ -197,6 +198,9 @@ class Step:
     preemptions: int = 0
     swapped_blocks: int = 0
     duplicates: int = 0
+    out_of_memory: int = 0
+    token_budget: int = 0
+    max_batch_size: int = 0
     kv_blocks_used: int = 0
     kv_blocks: int = 0
     forward_s: float = 0.0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -212,3 +213,11 @@ def test_a_drawing_keeps_to_its_width_and_shows_whatever_counts(columns):
 def test_json_of_a_report_is_json(world):
     report = examine(world.settings(), rows=True, load=False)
     assert json.loads(json.dumps(as_json(report)))["job"] == "job"
+
+
+def test_a_share_of_memory_is_shown_as_what_it_comes_to(world):
+    report = examine(world.settings("batching.kv_memory=0.9"), load=False)
+    (said,) = [note for note in report.notes if note.startswith("memory for KV")]
+    assert re.match(r"memory for KV: 90% of [\d,]+ MiB - others .* - weights .* = [\d,]+ MiB", said)
+    assert said in "\n".join(text_lines(report))
+    assert report.model.kv_tokens > 0

@@ -153,3 +153,17 @@ def test_values_that_contradict_each_other_are_refused(job, lines, said):
     with pytest.raises(ConfigError) as raised:
         load_settings(job("\n".join([*tables.values(), lines])))
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0.9", 0.9), ('"0.9"', 0.9), ("1.0", 1.0), ('"1"', 1.0), ('"8GiB"', 2**33)]
+)
+def test_kv_memory_is_a_size_or_a_share(job, text, value):
+    found = load_settings(job(SMALL + f"[batching]\nkv_memory = {text}")).batching.kv_memory
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("text", ["0.0", '"0"', "1.01", '"1.5"', "-0.5", '"-0.5"', "inf", "nan"])
+def test_a_share_of_memory_is_over_0_and_up_to_1(job, text):
+    with pytest.raises(ConfigError, match="must be a share over 0 and up to 1, or a size like"):
+        load_settings(job(SMALL + f"[batching]\nkv_memory = {text}"))

@@ -256,3 +256,10 @@ def test_watch_is_left_with_an_interrupt(half_done, monkeypatch, capsys):
     options = {"limit": None, "overrides": (), "json": True, "watch": True}
     assert status_command(half_done.job_file, **options) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "stopped"
+
+
+def test_a_worker_that_lacks_memory_says_what_it_goes_on_with(half_done):
+    here = Identity.of_this_process("fake")
+    say(half_done, here, out_of_memory=2, token_budget=250, max_batch_size=30)
+    shown = "\n".join(text_lines(look(half_done.settings())))
+    assert "out of memory 2 times: now at most 250 tokens and 30 rows a step" in shown

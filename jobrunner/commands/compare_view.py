@@ -31,7 +31,7 @@ _NOT_OF_GENERATE = frozenset(
 _MOMENTARY = frozenset(
     "percent eta_s shard shards_total shards_done batch_size running waiting kv_use"
     " recent_output_tokens_per_s recent_total_tokens_per_s device_memory_bytes"
-    " peak_memory_bytes least_time_s roofline_fraction".split()
+    " peak_memory_bytes least_time_s roofline_fraction token_budget max_batch_size".split()
 )
 _TEXTS_SHOWN = 32
 

@@ -89,7 +89,7 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "token_budget": "the most tokens in one step",
         "chunk_size": "the most prompt tokens of a row in one step",
         "block_size": "tokens in a block of KV memory",
-        "kv_memory": 'such as "8GiB"',
+        "kv_memory": 'such as "8GiB", or 0.9: all together take no more of the device\'s memory',
         "prefix_cache": "compute the shared beginnings of prompts once",
         "lookahead": "how many waiting rows are looked at",
         "policy": '"static" and "dynamic" batches start and leave together',

@@ -230,6 +230,12 @@ def _worker(worker: Worker) -> str:
             )
             if worker.fresh and worker.numbers.get(name) is not None
         ]
+        if times := worker.numbers.get("out_of_memory"):
+            parts.append(
+                f"out of memory {times:,} times: now at most"
+                f" {worker.numbers['token_budget']:,} tokens"
+                f" and {worker.numbers['max_batch_size']:,} rows a step"
+            )
     return ", ".join(parts)
 
 

@@ -137,6 +137,11 @@ class Snapshot:
     #: KV blocks in use / KV blocks, after the latest step, and the most of this run
     kv_use: float | None
     kv_use_peak: float | None
+    #: steps that found no memory and were computed again, smaller, and the most tokens and
+    #: sequences of a step from then on, or as the settings and the machine have it
+    out_of_memory: int
+    token_budget: int | None
+    max_batch_size: int | None
     #: sequences that had to give back their blocks before they ended
     preemptions: int
     tokens_computed: int
@@ -283,6 +288,8 @@ class Stats:
         self._tokens_recomputed = 0
         self._tokens_cached = 0
         self._preemptions = 0
+        self._out_of_memory = 0
+        self._limits_now: tuple[int | None, int | None] = None, None
         self._swapped_blocks = 0
         self._swap_s = 0.0
         self._duplicates = 0
@@ -315,6 +322,9 @@ class Stats:
         self._tokens_recomputed += step.tokens_recomputed
         self._tokens_cached += step.tokens_cached
         self._preemptions += step.preemptions
+        if step.token_budget:
+            self._out_of_memory = step.out_of_memory
+            self._limits_now = step.token_budget, step.max_batch_size
         self._swapped_blocks += step.swapped_blocks
         self._swap_s += step.swap_s
         self._duplicates += step.duplicates
@@ -450,6 +460,9 @@ class Stats:
         return {
             "kv_use": _ratio(self._latest.kv_blocks_used, self._latest.kv_blocks),
             "kv_use_peak": self._kv_use_peak,
+            "out_of_memory": self._out_of_memory,
+            "token_budget": self._limits_now[0],
+            "max_batch_size": self._limits_now[1],
             "preemptions": self._preemptions,
             "tokens_computed": self._tokens_computed,
             "prefill_tokens": self._prefill_tokens,

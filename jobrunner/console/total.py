@@ -19,7 +19,7 @@ _SUMS = (
     "rows_this_run duplicates output_tokens prompt_tokens steps busy_s prefill_time_s decode_time_s"
     " preemptions tokens_computed prefill_tokens decode_tokens context_tokens tokens_recomputed"
     " tokens_cached recompute_s swapped_blocks swap_s swap_overhead_s stop_rows length_rows"
-    " repetition_rows cost least_time_s attended_tokens"
+    " repetition_rows cost least_time_s attended_tokens out_of_memory"
 ).split()
 # of those that are at work now
 _SUMS_NOW = (
@@ -32,6 +32,8 @@ _MOST = (
     " queue_p50_s queue_p95_s queue_p99_s prefill_p50_s prefill_p95_s prefill_p99_s"
     " decode_p50_s decode_p95_s decode_p99_s latency_p50_s latency_p95_s latency_p99_s"
 ).split()
+# of limits those of the worker that has least room
+_LEAST = ("token_budget", "max_batch_size")
 # means, weighed by another field
 _MEANS = {
     "utilization": "steps",
@@ -104,6 +106,7 @@ class Total:
         found |= {name: _sum(ever, name) for name in _SUMS}
         found |= {name: _sum(now, name) or 0 for name in _SUMS_NOW}
         found |= {name: _most(ever, name) for name in _MOST}
+        found |= {name: min(_known(ever, name), default=None) for name in _LEAST}
         found |= {name: _mean(ever, name, weight) for name, weight in _MEANS.items()}
         found |= self._rows(found, ever)
         found |= _errors(ever, self._errors_before or 0)

@@ -55,7 +55,18 @@ def view(snapshot: Snapshot) -> RenderableType:
     errors = Text(f"errors {snapshot.errors:,}", style="bold red" if snapshot.errors else "")
     state = Text("  ", no_wrap=True, overflow="ellipsis").join([errors, state])
     kinds = [_line(f"  {_kinds(snapshot)}")] if snapshot.errors_by_kind else []
-    return Group(bar, speed, batch, state, *kinds, _line(f"shard {_shard(snapshot)}"))
+    short = [_line(said) for said in _shortages(snapshot)]
+    return Group(bar, speed, batch, state, *short, *kinds, _line(f"shard {_shard(snapshot)}"))
+
+
+def _shortages(snapshot: Snapshot) -> list[str]:
+    """Say what memory was too short for, if it was."""
+    if not snapshot.out_of_memory:
+        return []
+    return [
+        f"out of memory {snapshot.out_of_memory:,} times: now at most"
+        f" {snapshot.token_budget:,} tokens and {snapshot.max_batch_size:,} rows a step"
+    ]
 
 
 def plain_line(snapshot: Snapshot) -> str:
@@ -72,6 +83,7 @@ def plain_line(snapshot: Snapshot) -> str:
             f"KV {_share(snapshot.kv_use)}",
             f"errors {_errors(snapshot)}",
             f"elapsed {_duration(snapshot.elapsed_s)}",
+            *_shortages(snapshot),
             f"shard {_shard(snapshot)}",
         )
     )

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jobrunner.engine.duplicates import Duplicates
-from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.plan import Drawn, OutOfMemoryError, Plan
 from jobrunner.engine.scheduler import Scheduler
 from jobrunner.engine.sequence import Sequence
+from jobrunner.engine.shortage import Shortage
 from jobrunner.engine.tuning import Tuning
 from jobrunner.records import Completion, Partial, Request, Requests, Step
 
@@ -30,7 +31,10 @@ class Runner(Protocol):
     """Computes what a plan says."""
 
     def run(self, plan: Plan) -> Drawn:
-        """Return one sampled token per sampling chunk, in the order of the plan."""
+        """Return one sampled token per sampling chunk, in the order of the plan.
+
+        Raises OutOfMemoryError where there is no memory for it: then it is planned anew, smaller.
+        """
 
 
 class Pending(Protocol):
@@ -51,6 +55,7 @@ class AheadRunner(Runner, Protocol):
         """Begin with a plan, of which single tokens may follow from the plan before.
 
         See `Chunk.follows`. What a plan says of tokens and blocks is to be read before returning.
+        Raises OutOfMemoryError where there is no memory for it; what is launched has its memory.
         """
 
 
@@ -77,6 +82,7 @@ class Engine:
     """Serves requests with continuous batching, one step a turn.
 
     With a runner that is `ahead`, a turn yields the step that is complete while the next computes.
+    A step that finds no memory is planned anew under lower limits, when all before it is booked.
     """
 
     def __init__(
@@ -96,12 +102,15 @@ class Engine:
         self._clock = clock
         self._duplicates = duplicates
         self._tuning = tuning
+        # a plan that there was no memory for, as long as nothing smaller is launched
+        self._shortage: Shortage | None = None
+        self._shortages = 0
 
     def run(self, requests: Requests) -> Iterator[Step]:
         """Serve requests until they are exhausted and all are complete.
 
         An idle step is yielded when there is nothing to compute yet. What the runner raises
-        passes through.
+        passes through, OutOfMemoryError only where a step cannot be smaller.
         """
         scheduler = self._scheduler
         while True:
@@ -163,11 +172,12 @@ class Engine:
 
     def _step(self, complete: list[Completion], started: float, *, last_call: bool) -> Step:
         while self._may_plan:
+            self._make_do()
             plan = self._scheduler.plan(started, last_call=last_call)
             complete += plan.completions
             works = bool(len(plan) or plan.copies)
             if works or not self._flights:
-                self._flights.append(self._take_off(plan, works=works))
+                self._take_off(plan, works=works)
             if not works:
                 break
         return self._land(complete, started)
@@ -176,15 +186,37 @@ class Engine:
     def _may_plan(self) -> bool:
         if not self._flights:
             return True
-        return self._ahead and len(self._flights) == 1 and self._scheduler.may_plan_ahead
+        if self._shortage is not None or not self._ahead or len(self._flights) > 1:
+            return False
+        return self._scheduler.may_plan_ahead
 
-    def _take_off(self, plan: Plan, *, works: bool) -> _Flight:
+    def _make_do(self) -> None:
+        """Lower the limits if the latest plan found no memory."""
+        if self._shortage is None:
+            return
+        before = self._scheduler.limits
+        limits = self._shortage.lowered(before)
+        self._shortage.tell(before, limits, gave_way=self._scheduler.lower(limits))
+        if self._tuning is not None:
+            self._tuning.lower(limits)
+        self._shortage = None
+        self._shortages += 1
+
+    def _take_off(self, plan: Plan, *, works: bool) -> None:
+        """Launch a plan, or withdraw it where there is no memory for it."""
         launched_at = self._clock()
-        pending = self._launch(plan) if works else _Ready(Drawn())
+        try:
+            pending = self._launch(plan) if works else _Ready(Drawn())
+        except OutOfMemoryError as error:
+            self._shortage = Shortage(plan.tokens, len(plan))
+            if self._shortage.final:
+                raise
+            self._scheduler.withdraw(plan, error.copied)
+            return
         if self._ahead and works:
             self._scheduler.launched(plan)
         running, used = self._scheduler.running, self._scheduler.blocks.used
-        return _Flight(plan, pending, launched_at, running, used)
+        self._flights.append(_Flight(plan, pending, launched_at, running, used))
 
     def _land(self, complete: list[Completion], started: float) -> Step:
         """Book the plan that was launched first."""
@@ -241,6 +273,9 @@ class Engine:
             waiting=self._scheduler.waiting,
             preemptions=plan.preemptions,
             swapped_blocks=plan.swapped_blocks,
+            out_of_memory=self._shortages,
+            token_budget=self._scheduler.limits.token_budget,
+            max_batch_size=self._scheduler.limits.max_batch_size,
             kv_blocks_used=used,
             kv_blocks=self._scheduler.blocks.count,
             forward_s=forward_s,

@@ -22,19 +22,24 @@ from jobrunner.engine.attention.choice import Backend, Wanted, choose_backend
 from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, attach
 from jobrunner.engine.blocks import Blocks
+from jobrunner.engine.device_memory import CudaMemory, DeviceMemory
 from jobrunner.engine.devices import DTYPES, resolve_device, resolve_dtype
 from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.fused import make_fast
 from jobrunner.engine.graphs import CudaRecorder, Record
 from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
+from jobrunner.engine.largest_step import SCRATCH_BLOCKS, StepMemory, measure, smaller_graphs
 from jobrunner.engine.memory import (
     KvMemory,
+    Needs,
     available_memory,
     check_fits,
     kv_block_count,
     swap_block_count,
+    total_memory,
 )
+from jobrunner.engine.plan import OutOfMemoryError
 from jobrunner.engine.positions import freeze_positions
 from jobrunner.engine.preemption import Costs
 from jobrunner.engine.proof import leave, prove
@@ -48,7 +53,7 @@ from jobrunner.engine.support import (
     read_config,
     resolve_max_model_len,
 )
-from jobrunner.engine.tuning import Automatic, Tuning
+from jobrunner.engine.tuning import Automatic, Tuning, largest
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
 
@@ -60,8 +65,10 @@ log = logging.getLogger("cbjob")
 
 AutoInt = int | Literal["auto"]
 
-# of the memory that is free once the weights are loaded; the rest is for activations and others
-_KV_SHARE = {"cpu": 0.3, "cuda": 0.85}
+# of the memory of a GPU, all that is on it included; the largest step is measured
+_SHARE = 0.9
+# of the memory of a host that is free once the weights are loaded, where nothing is measured
+_KV_SHARE = 0.3
 # of the memory of the host that is free then; much of it would take long to lock into place
 _SWAP_SHARE = {"cpu": 0.1, "cuda": 0.25}
 _SWAP_BYTES = 8 << 30
@@ -78,7 +85,8 @@ class ModelInfo:
     `weight_bytes` is the memory of the weights in `dtype`, at least; `kv_bytes_per_token` that of
     K and V of one token over all layers, a guess for the few models that show it only when
     they are loaded. `flops_per_token` is 2 for each parameter that every token passes,
-    `flops_per_output_token` for each of the output projection.
+    `flops_per_output_token` for each of the output projection. A guess at what a step takes beside
+    weights and KV: `step_bytes_per_token` for each, and `logit_bytes` for each row of logits.
     """
 
     device: str
@@ -92,6 +100,8 @@ class ModelInfo:
     kv_is_a_guess: bool
     flops_per_token: float
     flops_per_output_token: float
+    step_bytes_per_token: int = 0
+    logit_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +175,8 @@ def read_model_info(
         kv_is_a_guess=calls is None,
         flops_per_token=2.0 * _passed_by_a_token(config, weights, output),
         flops_per_output_token=2.0 * output,
+        step_bytes_per_token=_step_bytes_per_token(config, element),
+        logit_bytes=config.vocab_size * element.itemsize,
     )
     check_fits(info.weight_bytes, info.kv_bytes_per_token * block_size, _free_bytes(device))
     return info
@@ -178,6 +190,13 @@ def _passed_by_a_token(config: PretrainedConfig, weights: Weights, output: int) 
     chosen = getattr(config, "num_experts_per_tok", None) or experts
     idle = weights.experts * (1 - min(1.0, chosen / experts))
     return max(0.0, weights.parameters - embeddings - idle)
+
+
+def _step_bytes_per_token(config: PretrainedConfig, element: torch.dtype) -> int:
+    """Guess what lives at the widest place of a layer: the residual, what is normed, q, k and v,
+    what attention gives, the gate, what it gates, and their product."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return int((8 * config.hidden_size + 3 * width) * element.itemsize)
 
 
 def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
@@ -292,7 +311,14 @@ def open_engine(
         chunk_size=chunk_size == "auto",
         lookahead=lookahead == "auto",
     )
-    placed = place_model(proven, limits, rules, block_size=block_size, kv_memory=kv_memory)
+    placed = place_model(
+        proven,
+        limits,
+        rules,
+        block_size=block_size,
+        kv_memory=kv_memory,
+        most=largest(limits, automatic),
+    )
     return LoadedEngine(
         engine=build_engine(
             placed,
@@ -327,16 +353,24 @@ def place_model(
     *,
     block_size: int = 16,
     kv_memory: KvMemory = "auto",
+    most: Limits | None = None,
+    memory: DeviceMemory | None = None,
 ) -> PlacedModel:
     """Size the KV memory for batches of these limits and let the model compute on it.
 
-    Raises ModelError where it has no place.
+    `memory` is that of the device, `most` what the limits may become. On a GPU it is measured what
+    the largest step needs, elsewhere only where a `memory` is given. Raises ModelError where KV
+    has no place.
     """
     info, model = proven.info, proven.model
     token_bytes = bytes_per_token(proven.calls, model.dtype)
-    block_count = _block_count(
-        info, limits, kv_memory, block_size, token_bytes, free_bytes=_free_bytes(info.device)
-    )
+    if memory is None and model.device.type == "cuda":
+        memory = CudaMemory(model.device)
+    if memory is None:
+        needs = _guessed_needs(info, most or limits, loaded=True)
+    else:
+        needs = _measured_needs(proven, limits, most or limits, block_size, memory)
+    block_count = _block_count(info, limits, kv_memory, block_size, token_bytes, needs)
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
     backend = proven.backend
     pool = backend.make_pool(
@@ -380,16 +414,19 @@ def build_engine(
         costs=_costs(pool, placed.host_blocks),
         ahead=ahead,
     )
-    recorded = _graph_settings(placed, limits) if graphs else None
+    most, longest = limits.max_batch_size, placed.info.max_model_len
+    recorded = _graph_settings(placed.attention, model.device, most, longest) if graphs else None
     runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=recorded)
     return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
 
 
-def _graph_settings(placed: PlacedModel, limits: Limits) -> GraphSettings | None:
-    record = _recorder(placed.model.device)
-    if record is None or not isinstance(placed.attention, DevicePagedAttention):
+def _graph_settings(
+    attention: Attention, device: torch.device, most: int, longest: int
+) -> GraphSettings | None:
+    record = _recorder(device)
+    if record is None or not isinstance(attention, DevicePagedAttention):
         return None
-    return GraphSettings(record, limits.max_batch_size, placed.info.max_model_len)
+    return GraphSettings(record, most, longest)
 
 
 def _recorder(device: torch.device) -> Record | None:
@@ -439,10 +476,8 @@ def estimate_kv_blocks(
 
     Raises ModelError where not even one fits.
     """
-    free_bytes = max(0, _free_bytes(info.device) - info.weight_bytes)
-    return _block_count(
-        info, limits, kv_memory, block_size, info.kv_bytes_per_token, free_bytes=free_bytes
-    )
+    needs = _guessed_needs(info, limits, loaded=False)
+    return _block_count(info, limits, kv_memory, block_size, info.kv_bytes_per_token, needs)
 
 
 def _block_count(
@@ -451,20 +486,106 @@ def _block_count(
     kv_memory: KvMemory,
     block_size: int,
     token_bytes: int,
-    *,
-    free_bytes: int,
+    needs: Needs,
 ) -> int:
-    kind = info.device.partition(":")[0]
+    on_cpu = info.device == "cpu"
     # a GPU has one worker; those on a CPU, started together, must not count on the same memory
-    sharing = workers_here() if kind == "cpu" else 1
+    sharing = workers_here() if on_cpu else 1
+    free_bytes = max(0, needs.total - needs.others - needs.weights)
+    if on_cpu and not needs.measured and not isinstance(kv_memory, float):
+        spare_bytes = int(_KV_SHARE * free_bytes) // sharing
+    else:
+        share = _SHARE if kv_memory == "auto" else 1.0
+        share = kv_memory if isinstance(kv_memory, float) else share
+        log.info("memory for KV: %s", needs.figures(share))
+        least = sharing * token_bytes * block_size
+        needs.check(share, kv_memory if isinstance(kv_memory, int) else least)
+        spare_bytes = needs.left(share) // sharing
     return kv_block_count(
-        kv_memory,
+        spare_bytes if isinstance(kv_memory, float) else kv_memory,
         bytes_per_token=token_bytes,
         block_size=block_size,
         wanted_tokens=limits.max_batch_size * info.max_model_len,
-        spare_bytes=int(_KV_SHARE[kind] * free_bytes) // sharing,
+        spare_bytes=spare_bytes,
         free_bytes=free_bytes,
     )
+
+
+def _measured_needs(
+    proven: ProvenModel, limits: Limits, most: Limits, block_size: int, memory: DeviceMemory
+) -> Needs:
+    """Run the largest steps on a small pool; the device is then as it was before.
+
+    Raises ModelError where there is no memory for them.
+    """
+    model, longest = proven.model, proven.info.max_model_len
+    started = time.perf_counter()
+    try:
+        found = _largest_step(proven, limits, most, block_size, memory)
+    except OutOfMemoryError as error:
+        raise ModelError(
+            f"a step of {most.token_budget:,} tokens and {most.max_batch_size:,} rows of up to"
+            f" {longest:,} tokens has no room beside the weights: {error}",
+            hint="lower batching.token_budget, max_batch_size or model.max_model_len",
+        ) from error
+    memory.give_back()
+    log.info("measured the largest step in %.1f s", time.perf_counter() - started)
+    total, weights = memory.total(), memory.allocated()
+    return Needs(
+        total=total,
+        others=max(0, total - memory.free() - memory.reserved()),
+        weights=weights,
+        step=found.step,
+        graphs=found.graphs,
+        said=f"measured on {model.device.type}",
+        measured=True,
+    )
+
+
+def _largest_step(
+    proven: ProvenModel, limits: Limits, most: Limits, block_size: int, memory: DeviceMemory
+) -> StepMemory:
+    model, backend, longest = proven.model, proven.backend, proven.info.max_model_len
+    pool = backend.make_pool(proven.calls, SCRATCH_BLOCKS, block_size, model.dtype, model.device)
+    attention = backend.make_attention(pool, model.device)
+    attach(model, attention)
+    graphs = _graph_settings(attention, model.device, limits.max_batch_size, longest)
+    return measure(
+        TransformersRunner(model, attention, model.device, pool, graphs=graphs),
+        memory,
+        most,
+        longest,
+        block_size,
+        decodes=isinstance(attention, DevicePagedAttention),
+        recorded_rows=0 if graphs is None else graphs.most,
+        logit_bytes=proven.info.logit_bytes,
+    )
+
+
+def _guessed_needs(info: ModelInfo, limits: Limits, *, loaded: bool) -> Needs:
+    """What will hold the device's memory, as far as that is known without running anything."""
+    total, free = _memory_of(info.device)
+    rows = min(limits.max_batch_size, limits.token_budget)
+    on_cpu = info.device == "cpu"
+    sharing = workers_here() if on_cpu else 1
+    step = limits.token_budget * info.step_bytes_per_token + 2 * rows * info.logit_bytes
+    return Needs(
+        total=total,
+        # weights that are loaded are in use by now
+        others=max(0, total - free - (info.weight_bytes if loaded else 0)),
+        weights=info.weight_bytes * (1 if loaded else sharing),
+        step=step * sharing,
+        graphs=0 if on_cpu else smaller_graphs(rows, info.logit_bytes),
+        said="the step estimated" if loaded else "estimated before anything is loaded",
+    )
+
+
+def _memory_of(device: str) -> tuple[int, int]:
+    """All memory that there is, and what is free of it."""
+    if device == "cpu":
+        return total_memory(), available_memory()
+    memory = CudaMemory(torch.device(device))
+    return memory.total(), memory.free()
 
 
 def resolve_limits(
@@ -491,7 +612,7 @@ def resolve_limits(
 
 
 def _free_bytes(device: str) -> int:
-    return available_memory() if device == "cpu" else int(torch.cuda.mem_get_info()[0])
+    return _memory_of(device)[1]
 
 
 @contextmanager

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from jobrunner.errors import ModelError
 
-KvMemory = int | Literal["auto"]
+# bytes, or a share of the memory of the device
+KvMemory = int | float | Literal["auto"]
+
+# left free beside all that is counted: allocators cut memory into pieces that do not all fit
+HEADROOM_BYTES = 256 << 20
 
 _ROOT = Path("/")
 
 
 def kv_block_count(
-    kv_memory: KvMemory,
+    kv_memory: int | Literal["auto"],
     *,
     bytes_per_token: int,
     block_size: int,
@@ -48,8 +53,63 @@ def kv_block_count(
     return count
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What holds a device's memory beside KV, in bytes; `said` tells how it is known.
+
+    `others` are other processes, and what the driver keeps for this one; `step` is the largest
+    step beside weights and KV, `graphs` all recorded steps.
+    """
+
+    total: int
+    others: int
+    weights: int
+    step: int
+    graphs: int
+    said: str
+    measured: bool = False
+
+    def left(self, share: float) -> int:
+        """Bytes for KV if no more than a share of all is taken: less than nothing if too few."""
+        taken = self.others + self.weights + self.step + self.graphs + HEADROOM_BYTES
+        return int(self.total * share) - taken
+
+    def figures(self, share: float) -> str:
+        """All of them, for a person."""
+        parts = (
+            ("others", self.others),
+            ("weights", self.weights),
+            ("the largest step", self.step),
+            ("recorded steps", self.graphs),
+            ("headroom", HEADROOM_BYTES),
+        )
+        return (
+            f"{share:.0%} of {_mib(self.total)} - "
+            + " - ".join(f"{name} {_mib(size)}" for name, size in parts)
+            + f" = {_mib(self.left(share))}, {self.said}"
+        )
+
+    def check(self, share: float, wanted_bytes: int) -> None:
+        """Raise ModelError where so many bytes are not left."""
+        if wanted_bytes > self.left(share):
+            raise ModelError(
+                f"KV memory of {wanted_bytes:,} bytes has no room: {self.figures(share)}",
+                hint="lower batching.token_budget or max_batch_size, set another"
+                " batching.kv_memory, or let nobody else use the device",
+            )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
 def swap_block_count(
-    swap_memory: KvMemory, *, block_bytes: int, kv_blocks: int, spare_bytes: int, free_bytes: int
+    swap_memory: int | Literal["auto"],
+    *,
+    block_bytes: int,
+    kv_blocks: int,
+    spare_bytes: int,
+    free_bytes: int,
 ) -> int:
     """Return how many blocks of host memory take what is swapped out.
 
@@ -86,6 +146,17 @@ def available_memory(root: Path = _ROOT) -> int:
     for group in _control_groups(root):
         available = min(available, _left_in_group(group, available))
     return max(0, available)
+
+
+def total_memory(root: Path = _ROOT) -> int:
+    """Bytes of host memory that this process may use if nothing else does; see above."""
+    total = _fields(root / "proc/meminfo")["MemTotal:"] * 1024
+    for group in _control_groups(root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = group / name
+            if limit.exists() and (text := limit.read_text().strip()) != "max":
+                total = min(total, int(text))
+    return total
 
 
 def _control_groups(root: Path) -> list[Path]:

@@ -10,6 +10,7 @@ import numpy as np
 from jobrunner.engine.draws import Draw
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.swap import Copy
+from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, TokenLogprob
 
 Numbers = np.ndarray
@@ -107,6 +108,11 @@ class Plan:
         return draws + [each.sequence.draw for each in self.prefills if each.samples]
 
     @property
+    def tokens(self) -> int:
+        """All tokens that it computes, for nothing or not."""
+        return self.decode_tokens + self.prefill_tokens + self.padding
+
+    @property
     def swapped_blocks(self) -> int:
         return sum(len(copy.host_blocks) for copy in self.copies)
 
@@ -152,3 +158,15 @@ class Drawn:
     logprobs: Seq[TokenLogprob | None] = ()
     copy_s: float = 0.0
     compute_s: float = 0.0
+
+
+class OutOfMemoryError(InfrastructureError):
+    """A device has no memory for a plan. Of its copies so many are carried out, of the rest nothing
+    counts: what was written of its tokens is to be written again."""
+
+    def __init__(self, message: str, *, copied: int = 0) -> None:
+        super().__init__(
+            f"the device is out of memory: {message}",
+            hint="let nobody else use the device, or lower batching.kv_memory",
+        )
+        self.copied = copied

@@ -6,6 +6,7 @@ logits, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from jobrunner.engine.devices import to_device
 from jobrunner.engine.graphs import DecodeGraphs, Record, StepInputs, StepOutputs
 from jobrunner.engine.kv import KvPool
 from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
-from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.plan import Drawn, OutOfMemoryError, Plan
 from jobrunner.engine.sampler import likeliest, sample_on_device
 from jobrunner.engine.swap import Copy
 from jobrunner.errors import InfrastructureError
@@ -30,6 +31,8 @@ from jobrunner.errors import InfrastructureError
 Numbers = np.ndarray
 
 
+# how a lack of memory is called where it has no type of its own: by cuBLAS, the driver, and a CPU
+_NO_MEMORY = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
 # more than any batch has
 _MOST_DRAWN = 1 << 16
 
@@ -121,13 +124,16 @@ class TransformersRunner:
         # by the launch before; stays where it is, because graphs read it
         self._drawn_B = torch.zeros(_MOST_DRAWN, dtype=torch.int64, device=device)
         self._graphs = None if graphs is None else self._decode_graphs(graphs)
+        # of the copies of the latest plan
+        self._copied = 0
+        self._ran_out = False
 
     def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
         draws = plan.draws()
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
         # a device tells of its failures when it is next waited for, here or there
-        with _device_failures():
+        with _device_failures(), self._memory_for_a_plan():
             copy_s = self._copy(plan.copies)
             if not len(plan):
                 return Drawn(copy_s=copy_s)
@@ -143,7 +149,7 @@ class TransformersRunner:
         """Begin with a plan; the tokens that it draws stay on the device for the next one."""
         draws = plan.draws()
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
-        with _device_failures():
+        with _device_failures(), self._memory_for_a_plan():
             copy_s = self._copy(plan.copies)
             begun = _Moment(self._device)
             if not len(plan):
@@ -231,8 +237,31 @@ class TransformersRunner:
         for copy in copies:
             swap = self._pool.swap_out if copy.out else self._pool.swap_in
             swap(copy.device_blocks, copy.host_blocks)
+            self._copied += 1
         self._wait()
         return time.perf_counter() - started
+
+    @contextmanager
+    def _memory_for_a_plan(self) -> Iterator[None]:
+        """Tell a lack of memory from what cannot be mended, and go on from one with all there is.
+
+        What the failed plan held is only free when nobody looks at its error any more.
+        """
+        self._copied = 0
+        if self._ran_out:
+            # the part of it that was launched may still write
+            self._wait()
+            gc.collect()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            self._ran_out = False
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not _lacks_memory(error):
+                raise
+            self._ran_out = True
+            raise OutOfMemoryError(str(error), copied=self._copied) from error
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -302,6 +331,12 @@ def _device_failures() -> Iterator[None]:
             f"the device failed: {error}",
             hint="run again; out of memory: lower batching.kv_memory or token_budget",
         ) from error
+
+
+def _lacks_memory(error: Exception) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _outputs(logits_BV: torch.Tensor) -> StepOutputs:

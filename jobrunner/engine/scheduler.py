@@ -75,8 +75,9 @@ class Scheduler:
         self._preemption = preemption or Preemption()
         self._prefixes = Prefixes()
         self._holding = Holding(blocks, self._preemption.host, self._prefixes)
-        # of the step that is being planned
+        # of the step that is being planned, or of one that was withdrawn
         self._preempted: list[Sequence] = []
+        self._cached = 0
         self._prefills: list[Chunk] = []
         self._running = Running(blocks.block_size)
         # finished, and in their slots until their batch ends
@@ -88,6 +89,8 @@ class Scheduler:
         self._bands = Counter[int]()
         # those that run and draw by what they know of their tokens
         self._tied = 0
+        # the latest plan was not computed, but what it decided holds
+        self._withdrawn = False
         # somebody gives way as soon as all is committed
         self._must_settle = False
         # tokens of the last commit that came after the end of their text
@@ -129,6 +132,28 @@ class Scheduler:
             )
         self.limits = limits
         self._kept = self._occupied
+
+    def withdraw(self, plan: Plan, copied: int) -> None:
+        """Take back the latest plan, which was not computed; `copied` of its copies are done.
+
+        What it decided holds: who was let in, and who gave way. The next plan begins with the
+        other copies.
+        """
+        assert plan.copies is self._holding.copies, "withdrew another plan than the latest"
+        self._withdrawn = True
+        del self._holding.copies[:copied]
+
+    def lower(self, limits: Limits) -> int:
+        """Change to limits that leave less room; return how many have to give way for it."""
+        assert self._withdrawn, "lowered though the latest plan was computed"
+        assert not self._in_flight, "lowered while a step is in flight"
+        # a batch that stays together ends as large as it was formed
+        self._kept = max(self._kept, self.limits.max_batch_size)
+        count = len(self._running) - limits.token_budget
+        for _ in range(count):
+            self._preempt(self._preemption.choose(self._running.sequences, self.blocks))
+        self.limits = limits
+        return max(0, count)
 
     @property
     def may_plan_ahead(self) -> bool:
@@ -189,7 +214,9 @@ class Scheduler:
         completions: list[Completion] = []
         self._must_settle = False
         self._admission.next_step(self._running.lengths)
-        self._holding.copies, self._preempted = [], []
+        if not self._withdrawn:
+            self._holding.copies, self._preempted, self._cached = [], [], 0
+        self._withdrawn = False
         self._prefills = []
         decoding = self._grow_decodes(now, completions)
         budget = self.limits.token_budget - decoding
@@ -197,37 +224,41 @@ class Scheduler:
             if budget == 0:
                 break
             budget -= self._prefill(sequence, budget)
-        cached = self._fill(budget, now, completions, last_call)
+        self._fill(budget, now, completions, last_call)
         decodes = self._running.decodes(self._running.ready())
         return Plan(
             decodes,
             self._prefills,
             completions,
             len(self._preempted),
-            cached,
+            self._cached,
             self._holding.copies,
-            len(self._staying) if len(decodes) else 0,
+            self._padding(len(decodes)),
         )
 
-    def _fill(self, budget: int, now: float, completions: list[Completion], last_call: bool) -> int:
-        """Let in whoever may join, as long as there is budget; return the tokens they found."""
+    def _padding(self, decoding: int) -> int:
+        """Count who is computed for nothing; lowered limits may leave no room for all of them."""
+        return min(len(self._staying), self.limits.token_budget - decoding) if decoding else 0
+
+    def _fill(
+        self, budget: int, now: float, completions: list[Completion], last_call: bool
+    ) -> None:
+        """Let in whoever may join, as long as there is budget."""
         self._slots = self._batch_size.next(
             most=self.limits.max_batch_size, waiting=len(self._waiting), occupied=self._occupied
         )
         # whoever was just preempted would take back the blocks it had to give
         short_of_blocks = bool(self._preempted)
         let_in = self._waiting.gone + self._policy.joining(self._door(now, last_call))
-        cached = 0
         while budget > 0 and not short_of_blocks:
             admitted = self._admit(now, completions, let_in)
             if admitted is None:
                 break
-            cached += admitted.cached
+            self._cached += admitted.cached
             if self._preempted:
                 # the ready now are fewer by those who gave way
                 budget = self._budget_left(without=admitted)
             budget -= 1 if admitted.decoding else self._prefill(admitted, budget)
-        return cached
 
     def _budget_left(self, *, without: Sequence) -> int:
         decoding = len(self._running.ready()) - without.decoding
@@ -410,7 +441,11 @@ class Scheduler:
         return head
 
     def _has_slot(self, sequence: Sequence) -> bool:
-        return sequence is self._prefixes.ready or self._occupied < self._slots
+        # the finished wait for the rest of their batch, which must not wait for their places
+        if sequence.admission >= 0 or sequence is self._prefixes.ready:
+            # let in before: there may be more of them than slots, if those have become fewer
+            return len(self._running) < self._slots
+        return len(self._running) + len(self._prefixes) < self._slots
 
     def _make_room(self, candidate: Sequence) -> bool:
         """Preempt sequences of lower bands until a candidate has its slot and its blocks.

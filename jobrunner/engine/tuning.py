@@ -135,6 +135,13 @@ class TokenBudget:
         self._least = min(self._most, tokens)
         self.tokens = max(self.tokens, self._least)
 
+    def lower(self, most: int) -> None:
+        """Stay at so many at most from now on: there is no memory for more."""
+        self._most = min(self._most, most)
+        self._least = min(self._least, self._most)
+        self.tokens = min(self.tokens, self._most)
+        self._settled = min(self._settled, self._most)
+
     def observe(self, step: Step) -> None:
         """Take in a step; decide after so many."""
         self._steps += 1
@@ -230,6 +237,14 @@ class MaxBatchSize:
         """Whether the size has been doubled and it is not known yet if that pays."""
         return self._before is not None
 
+    def lower(self, most: int) -> None:
+        """Stay at so many at most from now on: there is no memory for more."""
+        self._most = min(self._most, most)
+        if self.size > self._most:
+            self.size = self._most
+            self._before = None
+            self._window = _Window(_SETTLING)
+
     def observe(self, step: Step) -> None:
         """Take in a step; decide after so many with a full batch."""
         self._hold = max(0, self._hold - 1)
@@ -284,6 +299,14 @@ class Automatic:
     lookahead: bool = False
 
 
+def largest(limits: Limits, automatic: Automatic) -> Limits:
+    """What the limits may become; a budget that is left to the machine only falls."""
+    if not automatic.max_batch_size:
+        return limits
+    most = min(MOST_BATCH_SIZE, limits.token_budget)
+    return replace(limits, max_batch_size=max(most, limits.max_batch_size))
+
+
 class Tuning:
     """Adjusts those limits that are left to the machine to the steps that run."""
 
@@ -292,10 +315,18 @@ class Tuning:
         self._automatic = automatic
         self._batch = self._budget = None
         if automatic.max_batch_size:
-            most = min(MOST_BATCH_SIZE, limits.token_budget)
-            self._batch = MaxBatchSize(limits.max_batch_size, max(most, limits.max_batch_size))
+            most = largest(limits, automatic).max_batch_size
+            self._batch = MaxBatchSize(limits.max_batch_size, most)
         if automatic.token_budget:
             self._budget = TokenBudget(limits.token_budget)
+
+    def lower(self, limits: Limits) -> None:
+        """Go on from lower limits, and never above them again: there is no memory for more."""
+        self._limits = limits
+        if self._batch is not None:
+            self._batch.lower(limits.max_batch_size)
+        if self._budget is not None:
+            self._budget.lower(limits.token_budget)
 
     def observe(self, step: Step) -> Limits | None:
         """Take in a step; return the new limits if they change."""

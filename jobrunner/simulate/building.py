@@ -147,6 +147,11 @@ def _blocks(
             profile.kv_memory // profile.kv_bytes_per_token if profile else 0
         )
         tokens = most or wanted_tokens
+    elif isinstance(memory, float):
+        raise ConfigError(
+            f"batching.kv_memory is a share, {memory}, of a memory that a simulation does not know",
+            hint='set a size, like --set batching.kv_memory="8GiB", or cost.kv_tokens',
+        )
     else:
         tokens = memory // _token_bytes(table, profile)
     blocks = tokens // batching.block_size

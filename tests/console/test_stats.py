@@ -478,3 +478,13 @@ def test_first_snapshot_is_json_too() -> None:
 
 def test_peak_memory_of_this_process_is_plausible() -> None:
     assert 5e6 < peak_memory_bytes() < 1e12
+
+
+def test_the_limits_that_a_lack_of_memory_left_stay_known(stats: Stats) -> None:
+    found = stats.snapshot(200.0)
+    assert (found.out_of_memory, found.token_budget, found.max_batch_size) == (0, None, None)
+    stats.observe(Step(out_of_memory=2, token_budget=250, max_batch_size=30), 201.0)
+    stats.observe(Step(), 202.0)
+    stats.ended()
+    found = stats.snapshot(203.0)
+    assert (found.out_of_memory, found.token_budget, found.max_batch_size) == (2, 250, 30)

@@ -68,3 +68,12 @@ def test_a_row_that_two_workers_did_counts_no_more_than_there_are(numbers):
 
 def test_nothing_is_known_before_somebody_has_spoken():
     assert not Total().known
+
+
+def test_the_total_has_the_limits_of_the_worker_with_least_memory(numbers):
+    total = Total()
+    for worker, (times, tokens, rows) in enumerate([(0, 512, 64), (2, 128, 64)]):
+        limits = {"out_of_memory": times, "token_budget": tokens, "max_batch_size": rows}
+        total.hear(worker, {**numbers, **limits}, 200.0)
+    whole = total.snapshot(200.0)
+    assert (whole.out_of_memory, whole.token_budget, whole.max_batch_size) == (2, 128, 64)

@@ -192,3 +192,11 @@ def test_summary_tells_the_latencies_of_priorities(snapshot: Snapshot) -> None:
         "  latency  priority 0: p50 0.5 s, p95 1.25 s, p99 2 s (this run)",
         "  latency  priority 5: p50 10 s, p95 123 s, p99 - s (this run)",
     ]
+
+
+def test_a_lack_of_memory_is_shown_with_what_it_left(snapshot: Snapshot) -> None:
+    said = "out of memory 2 times: now at most 250 tokens and 30 rows a step"
+    short = replace(snapshot, out_of_memory=2, token_budget=250, max_batch_size=30)
+    assert f", {said}, " in plain_line(short)
+    assert said in rendered(short).splitlines()
+    assert "out of memory" not in plain_line(snapshot) + rendered(snapshot)

@@ -15,6 +15,7 @@ from jobrunner.engine.memory import (
     check_fits,
     kv_block_count,
     swap_block_count,
+    total_memory,
 )
 from jobrunner.errors import ModelError
 
@@ -113,7 +114,17 @@ def test_a_container_that_sees_only_its_own_mount_is_limited(tmp_path: Path):
 
 
 def test_this_machine_has_memory():
-    assert available_memory() > 0
+    assert 0 < available_memory() <= total_memory()
+
+
+def test_all_memory_is_that_of_the_host_or_of_the_narrowest_control_group(tmp_path: Path):
+    assert total_memory(system(tmp_path / "none", "", {})) == 1024
+    limits = {
+        "proc/meminfo": f"MemTotal: {16 * 1024**2} kB\n",
+        "sys/fs/cgroup/job/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+    }
+    assert total_memory(system(tmp_path / "job", "0::/job/step\n", limits)) == 4 * GIB
 
 
 def test_more_than_is_free_is_refused_with_both_figures():
@@ -136,6 +147,7 @@ def test_workers_that_share_a_machine_share_its_memory(monkeypatch):
 
     def blocks():
         info = SimpleNamespace(device="cpu", max_model_len=2**30, kv_bytes_per_token=1)
+        info.step_bytes_per_token = info.logit_bytes = 0
         info.weight_bytes = 0
         limits = loading.resolve_limits("cpu", 8, "auto", "auto", "auto")
         kv = loading.estimate_kv_blocks(info, limits, kv_memory="auto", block_size=16)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from jobrunner.engine.policies import policy_named
 from jobrunner.engine.preemption import Preemption
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.swap import HostBlocks
+from jobrunner.engine.tuning import Tuning
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeDevice, FakeRequests, LetterText, StillClock
 
@@ -56,6 +57,8 @@ class Bench:
         step_s: float = 1.0,
         host_s: float = 0.0,
         policy: str = "continuous",
+        make_device: Callable[..., FakeDevice] = FakeDevice,
+        tuning: Tuning | None = None,
         **device: Any,
     ) -> None:
         self.clock = StillClock()
@@ -70,9 +73,9 @@ class Bench:
             policy=policy_named(policy),
             preemption=Preemption("swap" if host else "recompute", self.host),
         )
-        self.device = FakeDevice(pool, self.clock, ahead=ahead, step_s=step_s, **device)
+        self.device = make_device(pool, self.clock, ahead=ahead, step_s=step_s, **device)
         self.device.events = self.scheduler.events
-        self.engine = Engine(self.scheduler, self.device, self.clock)
+        self.engine = Engine(self.scheduler, self.device, self.clock, tuning=tuning)
 
     def serve(
         self, requests: Sequence[Request], arrivals: Sequence[int] = (), stop_after: int = 10**6

@@ -329,7 +329,7 @@ def test_a_device_that_fails_while_computing_or_drawing_is_named(
 
     engine = open_tiny(llama).engine
     monkeypatch.setattr(f"jobrunner.engine.runner.{place}", fails)
-    with pytest.raises(InfrastructureError, match="the device failed: no room"):
+    with pytest.raises(InfrastructureError, match="the device is out of memory: no room"):
         list(engine.run(FakeRequests([greedy(0, [1, 2])])))
 
 
