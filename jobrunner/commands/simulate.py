@@ -154,10 +154,10 @@ def _change(text: str) -> tuple[str, str]:
 
 def _basis(settings: Simulation) -> Basis:
     metrics = settings.cost.metrics
-    fitted = None
-    if metrics is not None:
-        fitted = fit_cost(settings.folder / Path(metrics).expanduser())
-    return basis_of(settings.cost, fitted)
+    if metrics is None:
+        return basis_of(settings.cost, None)
+    fitted = fit_cost(settings.folder / Path(metrics).expanduser())
+    return basis_of(settings.cost, fitted.cost, fitted.words)
 
 
 def run_variant(variant: Variant, basis: Basis, *, draw: bool) -> Outcome:

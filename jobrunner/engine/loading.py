@@ -27,7 +27,7 @@ from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.fused import make_fast
 from jobrunner.engine.graphs import CudaRecorder, Record
-from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
+from jobrunner.engine.kv import AttentionCall, KvPool, attention_flops, bytes_per_token
 from jobrunner.engine.memory import (
     KvMemory,
     available_memory,
@@ -78,7 +78,8 @@ class ModelInfo:
     `weight_bytes` is the memory of the weights in `dtype`, at least; `kv_bytes_per_token` that of
     K and V of one token over all layers, a guess for the few models that show it only when
     they are loaded. `flops_per_token` is 2 for each parameter that every token passes,
-    `flops_per_output_token` for each of the output projection.
+    `flops_per_output_token` for each of the output projection; `attention_flops` are those of a
+    token that attends to one token, over all layers.
     """
 
     device: str
@@ -92,6 +93,7 @@ class ModelInfo:
     kv_is_a_guess: bool
     flops_per_token: float
     flops_per_output_token: float
+    attention_flops: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,8 @@ def read_model_info(
     config = read_config(folder)
     check_supported(config)
     length = resolve_max_model_len(config, max_model_len)
-    calls = calls_without_weights(config, length)
+    known_calls = calls_without_weights(config, length)
+    calls = known_calls or usual_calls(config)
     weights = read_weights(folder)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device, config)
@@ -161,10 +164,11 @@ def read_model_info(
         layers=config.num_hidden_layers,
         parameters=weights.parameters,
         weight_bytes=weights.file_bytes if quantised else weights.bytes_as(element.itemsize),
-        kv_bytes_per_token=bytes_per_token(calls or usual_calls(config), element),
-        kv_is_a_guess=calls is None,
+        kv_bytes_per_token=bytes_per_token(calls, element),
+        kv_is_a_guess=known_calls is None,
         flops_per_token=2.0 * _passed_by_a_token(config, weights, output),
         flops_per_output_token=2.0 * output,
+        attention_flops=attention_flops(calls, config.num_attention_heads),
     )
     check_fits(info.weight_bytes, info.kv_bytes_per_token * block_size, _free_bytes(device))
     return info

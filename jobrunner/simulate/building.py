@@ -35,13 +35,13 @@ class Basis:
     profile: Profile | None = None
 
 
-def basis_of(table: CostTable, fitted: StepCost | None) -> Basis:
+def basis_of(table: CostTable, fitted: StepCost | None, fitted_words: str = "") -> Basis:
     """Choose the profile, what was fitted to `metrics`, or costs of 0 to be set one by one."""
     if table.profile is not None:
         profile = PROFILES[table.profile]
         return Basis(profile.cost, f"{profile.name}: {profile.assumes}", profile)
     if fitted is not None:
-        return Basis(fitted, f"fitted to the steps of `{table.metrics}`")
+        return Basis(fitted, f"fitted to the steps of `{table.metrics}`; {fitted_words}")
     return Basis(StepCost(), "as set")
 
 
