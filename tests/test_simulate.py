@@ -186,6 +186,18 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not():
     assert run(*drawn) != run(*seeded)
 
 
+def test_what_is_left_to_the_machine_is_tuned_as_in_a_job():
+    # a step is as long as its tokens: one with few of them loses nothing
+    words = [*("--set", "rows.count=800"), *("--set", "rows.prompt=2000")]
+    words += [*("--set", "rows.output=5"), *("--variant", "policy=continuous")]
+    words += [*("--set", "cost.prefill_token_s=0.001"), *("--set", "cost.decode_s=0.001")]
+    words += ["--set", "batching.max_batch_size=32"]
+    [tuned] = numbers(*words).values()
+    [fixed] = numbers(*words, "--set", "batching.token_budget=8192").values()
+    assert tuned["steps"] > 2 * fixed["steps"]
+    assert tuned["elapsed_s"] == pytest.approx(fixed["elapsed_s"])
+
+
 def test_a_trace_is_read_and_cut(tmp_path):
     trace = tmp_path / "t.csv"
     trace.write_text("prompt_tokens,output_tokens,timestamp\n5,2,0\n5,2,0\n5,3,9\n")

@@ -165,7 +165,7 @@ def run_variant(variant: Variant, basis: Basis, *, draw: bool) -> Outcome:
     settings = variant.settings
     rows = rows_of(settings)
     machine = machine_of(settings, basis, rows)
-    timeline = Timeline(machine.limits.max_batch_size) if draw else None
+    timeline = Timeline(machine.slots or 0) if draw else None
     snapshot, middle = _counted(rows, machine, settings.simulation, timeline)
     return Outcome(
         settings.batching.policy,
@@ -183,13 +183,13 @@ def _counted(
     """Let the simulation go by and count it as a run is counted."""
     stats = Stats(
         Totals(rows=len(rows)),
-        slots=machine.limits.max_batch_size,
+        slots=machine.slots,
         started_s=0.0,
         price_per_gpu_hour=table.price_per_gpu_hour,
         # virtual time needs no memory of a device, and this process's is not the question
         peak_memory=lambda: 0,
     )
-    window = Window(machine.limits)
+    window = Window()
     ended_s = 0.0
     for moment in _until(table.stop_after, simulate(rows, machine, draw=timeline is not None)):
         ended_s = max(ended_s, moment.ended_s)

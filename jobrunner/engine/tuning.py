@@ -287,6 +287,11 @@ class Automatic:
     lookahead: bool = False
 
 
+def most_batch_size(limits: Limits) -> int:
+    """The size that a batch which begins with such limits may grow to by itself."""
+    return max(limits.max_batch_size, min(MOST_BATCH_SIZE, limits.token_budget))
+
+
 class Tuning:
     """Adjusts those limits that are left to the machine to the steps that run."""
 
@@ -295,8 +300,7 @@ class Tuning:
         self._automatic = automatic
         self._batch = self._budget = None
         if automatic.max_batch_size:
-            most = min(MOST_BATCH_SIZE, limits.token_budget)
-            self._batch = MaxBatchSize(limits.max_batch_size, max(most, limits.max_batch_size))
+            self._batch = MaxBatchSize(limits.max_batch_size, most_batch_size(limits))
         if automatic.token_budget:
             self._budget = TokenBudget(limits.token_budget)
 
