@@ -195,9 +195,11 @@ def _work(
     deadline = Deadline(settings.checkpoint.grace)
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
-        rates = _measure(job)
+        limits_of_machine = _measure(job)
+        if limits_of_machine is not None:
+            console.measured(limits_of_machine)
         engine = open_engine(job)
-        stats = _stats(job, progress, rates)
+        stats = _stats(job, progress, limits_of_machine)
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, suspects, reader, stats, stop)
         feed = Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted)
@@ -293,23 +295,23 @@ def _console(settings: Settings, directory: RunDirectory, identity: Identity) ->
     )
 
 
-def _measure(job: Job) -> Rates | None:
+def _measure(job: Job) -> MachineLimits | None:
     """Measure the machine before weights and KV fill it, if the numbers are wanted."""
     if not job.settings.progress.metrics:
         return None
     from jobrunner.engine.machine import measure_rates
 
-    return measure_rates(job.device, job.dtype)
+    return machine_limits(job.model, measure_rates(job.device, job.dtype))
 
 
-def _stats(job: Job, progress: Progress, rates: Rates | None) -> Stats:
+def _stats(job: Job, progress: Progress, limits: MachineLimits | None) -> Stats:
     size = job.settings.batching.max_batch_size
     return Stats(
         _totals(progress, job),
         slots=size if isinstance(size, int) else None,
         started_s=time.monotonic(),
         price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
-        limits=None if rates is None else machine_limits(job.model, rates),
+        limits=limits,
         device_memory=_device_memory(job.device),
     )
 
@@ -331,6 +333,7 @@ def machine_limits(model: ModelInfo, rates: Rates) -> MachineLimits:
         flops_per_output_token=model.flops_per_output_token,
         weight_bytes=read_parameters * model.weight_bytes / model.parameters,
         kv_bytes_per_token=model.kv_bytes_per_token,
+        attention_flops=model.attention_flops,
         gemm_flops_per_s=rates.gemm_flops_per_s,
         read_bytes_per_s=rates.read_bytes_per_s,
     )

@@ -367,6 +367,8 @@ def test_case_G_a_resumed_run_counts_on_and_rates_only_its_own(full_world, refer
     full_world.run(*metrics)
     second = [json.loads(line) for line in path.read_text().splitlines()][len(first) :]
     assert 0 < first[-1]["rows_done"] < 50
+    for lines in (first, second):
+        assert ["machine" in line for line in lines] == [True] + [False] * (len(lines) - 1)
     percents = [line["percent"] for line in first + second]
     assert percents == sorted(percents)
     assert percents[-1] == 100

@@ -186,6 +186,18 @@ def test_the_same_seed_gives_the_same_numbers_and_another_does_not():
     assert run(*drawn) != run(*seeded)
 
 
+def test_what_is_left_to_the_machine_is_tuned_as_in_a_job():
+    # a step is as long as its tokens: one with few of them loses nothing
+    words = [*("--set", "rows.count=800"), *("--set", "rows.prompt=2000")]
+    words += [*("--set", "rows.output=5"), *("--variant", "policy=continuous")]
+    words += [*("--set", "cost.prefill_token_s=0.001"), *("--set", "cost.decode_s=0.001")]
+    words += ["--set", "batching.max_batch_size=32"]
+    [tuned] = numbers(*words).values()
+    [fixed] = numbers(*words, "--set", "batching.token_budget=8192").values()
+    assert tuned["steps"] > 2 * fixed["steps"]
+    assert tuned["elapsed_s"] == pytest.approx(fixed["elapsed_s"])
+
+
 def test_a_trace_is_read_and_cut(tmp_path):
     trace = tmp_path / "t.csv"
     trace.write_text("prompt_tokens,output_tokens,timestamp\n5,2,0\n5,2,0\n5,3,9\n")
@@ -286,7 +298,7 @@ STEPS = [(10, 0, 0), (0, 4, 40), (7, 3, 900), (0, 1, 5000), (50, 2, 20), (0, 8, 
 
 
 def test_a_fit_finds_what_the_steps_of_a_run_cost(tmp_path):
-    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, STEPS))
+    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, STEPS)).cost
     for name in ("step_s", "prefill_token_s", "decode_s", "context_token_s"):
         assert getattr(found, name) == pytest.approx(getattr(COST, name), rel=1e-4)
 
@@ -331,7 +343,7 @@ def test_a_fit_to_a_noisy_machine_tells_the_time_that_all_steps_took(tmp_path):
     # others take the processor for a while now and then
     slowness = cycle([1.0] * 40 + [3.0] * 25)
     taken = on_a_clock(tmp_path / "m.jsonl", steps, 0.5, lambda: next(slowness))
-    found = fit_cost(tmp_path / "m.jsonl")
+    found = fit_cost(tmp_path / "m.jsonl").cost
     predicted_s = sum(
         found.seconds(step.prefill_tokens, step.decode_tokens, step.context_tokens)
         for step in taken
@@ -361,7 +373,7 @@ def test_attending_and_swapping_have_costs_of_their_own(tmp_path):
         stats.observe(step, 0.0)
         lines.append(json.dumps(metrics_line(stats.snapshot(0.0))))
     (tmp_path / "m.jsonl").write_text("\n".join(lines))
-    found = fit_cost(tmp_path / "m.jsonl")
+    found = fit_cost(tmp_path / "m.jsonl").cost
     assert (found.step_s, found.prefill_token_s) == pytest.approx((1.0, 0.02))
     assert (found.decode_s, found.attended_token_s) == pytest.approx((0.1, 0.003))
     assert found.swapped_block_s == pytest.approx(0.5)
@@ -369,12 +381,12 @@ def test_attending_and_swapping_have_costs_of_their_own(tmp_path):
 
 def test_a_run_that_went_on_later_is_fitted_too(tmp_path):
     metrics(tmp_path / "m.jsonl", COST, STEPS[:4])
-    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, STEPS[4:]))
+    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, STEPS[4:])).cost
     assert found.decode_s == pytest.approx(COST.decode_s, rel=1e-4)
 
 
 def test_steps_that_are_all_alike_give_what_they_cost_together(tmp_path):
-    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, [(0, 4, 40)] * 5))
+    found = fit_cost(metrics(tmp_path / "m.jsonl", COST, [(0, 4, 40)] * 5)).cost
     assert found.seconds(0, 4, 40) == pytest.approx(COST.seconds(0, 4, 40))
 
 

@@ -154,10 +154,10 @@ def _change(text: str) -> tuple[str, str]:
 
 def _basis(settings: Simulation) -> Basis:
     metrics = settings.cost.metrics
-    fitted = None
-    if metrics is not None:
-        fitted = fit_cost(settings.folder / Path(metrics).expanduser())
-    return basis_of(settings.cost, fitted)
+    if metrics is None:
+        return basis_of(settings.cost, None)
+    fitted = fit_cost(settings.folder / Path(metrics).expanduser())
+    return basis_of(settings.cost, fitted.cost, fitted.words)
 
 
 def run_variant(variant: Variant, basis: Basis, *, draw: bool) -> Outcome:
@@ -165,7 +165,7 @@ def run_variant(variant: Variant, basis: Basis, *, draw: bool) -> Outcome:
     settings = variant.settings
     rows = rows_of(settings)
     machine = machine_of(settings, basis, rows)
-    timeline = Timeline(machine.limits.max_batch_size) if draw else None
+    timeline = Timeline(machine.slots or 0) if draw else None
     snapshot, middle = _counted(rows, machine, settings.simulation, timeline)
     return Outcome(
         settings.batching.policy,
@@ -183,13 +183,13 @@ def _counted(
     """Let the simulation go by and count it as a run is counted."""
     stats = Stats(
         Totals(rows=len(rows)),
-        slots=machine.limits.max_batch_size,
+        slots=machine.slots,
         started_s=0.0,
         price_per_gpu_hour=table.price_per_gpu_hour,
         # virtual time needs no memory of a device, and this process's is not the question
         peak_memory=lambda: 0,
     )
-    window = Window(machine.limits)
+    window = Window()
     ended_s = 0.0
     for moment in _until(table.stop_after, simulate(rows, machine, draw=timeline is not None)):
         ended_s = max(ended_s, moment.ended_s)

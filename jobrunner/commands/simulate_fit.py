@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jobrunner.commands.simulate_prior import Prior, best_costs
 from jobrunner.console.least_squares import LeastSquares, Vector
+from jobrunner.console.machine import MachineLimits
 from jobrunner.errors import ConfigError
 from jobrunner.simulate.cost import StepCost
 
@@ -37,29 +40,77 @@ _LEAST_SHARE = 1e-3
 Counts = Mapping[str, float]
 
 
-def fit_cost(path: Path) -> StepCost:
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What a step costs, and in words where what the steps do not tell comes from."""
+
+    cost: StepCost
+    words: str
+
+
+def fit_cost(path: Path) -> Fitted:
     """Fit what a step costs to the intervals between the lines of a metrics file.
 
     Seconds of the intervals are explained by their steps, prefill tokens, decodes, tokens of
-    context and tokens attended to, no cost below 0. What never happened, or always in the same
-    proportion as the rest, costs 0; so does what explains no more than chance would: a workload
-    of short prompts cannot tell what long ones cost. A swapped block costs what it took on the
-    average. Raises ConfigError where the file says too little.
+    context and tokens attended to, no cost below 0. What they do not tell (a workload of short
+    prompts does not show what long ones cost) is as far from the best that the machine could do
+    as what they tell. Where the file does not say what the machine could do, it costs 0. A
+    swapped block costs what it took on the average. Raises ConfigError where the file says too
+    little.
     """
-    intervals = list(_intervals(path))
-    kinds = [kind for kind in _COUNTED if any(counts[kind] for counts in intervals)]
-    counted = np.array([[counts[kind] for kind in kinds] for counts in intervals])
+    lines = list(_lines(path))
+    intervals = list(_intervals(lines))
+    limits = next((line.machine for line in reversed(lines) if line.machine is not None), None)
     seconds = np.array([_computing_s(counts) for counts in intervals])
-    costs = _fit(counted, seconds) if intervals else None
+    if limits is not None and seconds.sum() > 0:
+        kinds, costs = _fit_towards(limits, intervals, seconds)
+        words = "what they leave open costs as much more than at the machine's rates as the rest"
+    else:
+        kinds, costs = _fit_alone(path, intervals, seconds)
+        words = "they say nothing of the machine, so that what they leave open costs 0"
+    return Fitted(
+        StepCost(
+            **{_COUNTED[kind]: cost for kind, cost in zip(kinds, costs.tolist(), strict=True)},
+            swapped_block_s=_swapped_block_s(intervals),
+        ),
+        words,
+    )
+
+
+def _fit_towards(
+    limits: MachineLimits, intervals: Sequence[Counts], seconds: Vector
+) -> tuple[Sequence[str], Vector]:
+    """The cost of every kind, see Prior; weights and scale are as in `_fit_some`."""
+    best = best_costs(limits)
+    kinds = list(_COUNTED)
+    counted = _counted(kinds, intervals)
+    prior = Prior(np.array([best[kind] for kind in kinds]))
+    expected, mean = seconds, prior.start(counted, seconds)
+    costs = np.zeros(len(kinds))
+    for _ in range(_ROUNDS):
+        costs, mean = prior.fit(counted, seconds, np.sqrt(_weights(expected)), mean)
+        expected = counted @ costs
+        scale = seconds.sum() / expected.sum()
+        costs, mean, expected = scale * costs, scale * mean, scale * expected
+    return kinds, costs
+
+
+def _fit_alone(
+    path: Path, intervals: Sequence[Counts], seconds: Vector
+) -> tuple[Sequence[str], Vector]:
+    """The costs of the kinds that there were, as far as the intervals tell them."""
+    kinds = [kind for kind in _COUNTED if any(counts[kind] for counts in intervals)]
+    costs = _fit(_counted(kinds, intervals), seconds) if intervals else None
     if costs is None:
         raise ConfigError(
             f"`{path}` does not tell what a step costs: {len(intervals):,} intervals with steps",
             hint=_NO_FIT_HINT,
         )
-    return StepCost(
-        **{_COUNTED[kind]: cost for kind, cost in zip(kinds, costs.tolist(), strict=True)},
-        swapped_block_s=_swapped_block_s(intervals),
-    )
+    return kinds, costs
+
+
+def _counted(kinds: Sequence[str], intervals: Sequence[Counts]) -> Vector:
+    return np.array([[counts[kind] for kind in kinds] for counts in intervals])
 
 
 def _fit(counted: Vector, seconds: Vector) -> Vector | None:
@@ -140,11 +191,18 @@ def _swapped_block_s(intervals: Sequence[Counts]) -> float:
     return sum(counts[_SWAP_SECONDS] for counts in intervals) / blocks if blocks else 0.0
 
 
-def _intervals(path: Path) -> Iterator[Counts]:
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What a line of metrics has counted, and what it says of the machine, if it does."""
+
+    counts: Counts
+    machine: MachineLimits | None
+
+
+def _intervals(lines: Sequence[_Line]) -> Iterator[Counts]:
     """What was counted from line to line; a run that went on later counts from 0 again."""
-    before = dict.fromkeys(_NAMES, 0.0)
-    for number, line in enumerate(_lines(path), 1):
-        counts = _counts(path, number, line)
+    before: Counts = dict.fromkeys(_NAMES, 0.0)
+    for counts in (line.counts for line in lines):
         if counts["steps"] < before["steps"]:
             before = dict.fromkeys(before, 0.0)
         if counts["steps"] > before["steps"]:
@@ -152,21 +210,33 @@ def _intervals(path: Path) -> Iterator[Counts]:
         before = counts
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> Iterator[_Line]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(
             f"cannot read the metrics `{path}`: {error.strerror}",
             hint="name the metrics.jsonl of a run with progress.metrics = true",
         ) from error
+    for number, line in enumerate(lines, 1):
+        try:
+            yield _line(json.loads(line))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"line {number:,} of the metrics `{path}` cannot be used: {error!r}",
+                hint=_NO_FIT_HINT,
+            ) from error
 
 
-def _counts(path: Path, number: int, line: str) -> dict[str, float]:
-    try:
-        said = json.loads(line)
-        return {name: float(said[name]) for name in _NAMES}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"line {number:,} of the metrics `{path}` cannot be used: {error!r}", hint=_NO_FIT_HINT
-        ) from error
+def _line(said: Mapping[str, Any]) -> _Line:
+    counts = {name: float(said[name]) for name in _NAMES}
+    machine = said.get("machine")
+    return _Line(counts, None if machine is None else _machine(machine))
+
+
+def _machine(said: Mapping[str, Any]) -> MachineLimits:
+    """What the machine gives; only with numbers above 0 does a cost follow from them."""
+    numbers = {each.name: float(said[each.name]) for each in fields(MachineLimits)}
+    if not all(0 < number < math.inf for number in numbers.values()):
+        raise ValueError(f"machine: {numbers}")
+    return MachineLimits(**numbers)

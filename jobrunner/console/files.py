@@ -5,26 +5,38 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
+from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Snapshot, metrics_line
 from jobrunner.errors import InfrastructureError
 
 
 class Metrics:
-    """The file of metrics, one JSON object a line; an earlier run's lines stay."""
+    """The file of metrics, one JSON object a line; an earlier run's lines stay.
+
+    The first line of a run says under `machine` what the machine was measured to give, if it was.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._first: dict[str, object] = {}
         try:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise self._fault(error) from error
 
+    def measured(self, limits: MachineLimits) -> None:
+        """Let the next line tell of the machine too."""
+        self._first = {"machine": asdict(limits)}
+
     def append(self, snapshot: Snapshot) -> None:
         """Add a line; it is in the file when this returns. Raises InfrastructureError."""
+        line = {**metrics_line(snapshot), **self._first}
+        self._first = {}
         try:
-            self._file.write(json.dumps(metrics_line(snapshot), allow_nan=False) + "\n")
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise self._fault(error) from error

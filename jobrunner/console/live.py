@@ -12,6 +12,7 @@ from typing import Protocol, Self, TextIO
 
 from jobrunner.console.displays import Display, Style, display
 from jobrunner.console.files import Metrics, StatusFile
+from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Snapshot
 
 REFRESH_S = 0.25
@@ -76,6 +77,11 @@ class Console:
         self._screen.close()
         if self._metrics is not None:
             self._metrics.close()
+
+    def measured(self, limits: MachineLimits) -> None:
+        """Take note, for the metrics, of what the machine gives."""
+        if self._metrics is not None:
+            self._metrics.measured(limits)
 
     def update(self, stats: Numbers) -> None:
         """Show and log what is due; called every step, it mostly only looks at the clock."""

@@ -14,6 +14,7 @@ class MachineLimits:
     `flops_per_token` is 2 · the parameters that every token passes, `flops_per_output_token`
     2 · those that only a sampled token does (the output projection). `weight_bytes` are what
     a step reads of the weights, `kv_bytes_per_token` what it reads of one token's KV.
+    `attention_flops` are those of one token that attends to one token, over all layers.
     """
 
     flops_per_token: float
@@ -22,6 +23,7 @@ class MachineLimits:
     gemm_flops_per_s: float
     read_bytes_per_s: float
     flops_per_output_token: float = 0.0
+    attention_flops: float = 0.0
 
     def least_s(self, step: Step) -> float:
         """Seconds below which the step's needed work cannot be done: the larger of

@@ -139,6 +139,6 @@ class AdmissionAhead(Admission):
     def _correct(self, tokens: Numbers) -> None:
         prompts, least, most, places = (self._known.column(index) for index in range(4))
         lengths = tokens - prompts
-        self._predictor.observe_running(lengths)
-        remaining = self._predictor.draw_remaining_of_many(lengths, least, most, places)
+        self._predictor.observe_running(prompts, lengths)
+        remaining = self._predictor.draw_remaining_of_many(prompts, lengths, least, most, places)
         self._forecast.correct(tokens, remaining)

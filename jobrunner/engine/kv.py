@@ -64,6 +64,11 @@ def bytes_per_token(calls: Sequence[AttentionCall], dtype: torch.dtype) -> int:
     return widths * element_bytes
 
 
+def attention_flops(calls: Sequence[AttentionCall], heads: int) -> float:
+    """FLOPs of a token with so many query heads that attends to one token, over all calls."""
+    return 2.0 * heads * sum(call.key_width + call.value_width for call in calls)
+
+
 class KvPool:
     """K and V of all blocks, one tensor each per attention call, `[K, N, P, D]`.
 

@@ -28,7 +28,7 @@ from jobrunner.engine.duplicates import Duplicates
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.fused import make_fast
 from jobrunner.engine.graphs import CudaRecorder, Record
-from jobrunner.engine.kv import AttentionCall, KvPool, bytes_per_token
+from jobrunner.engine.kv import AttentionCall, KvPool, attention_flops, bytes_per_token
 from jobrunner.engine.largest_step import SCRATCH_BLOCKS, StepMemory, measure, smaller_graphs
 from jobrunner.engine.memory import (
     KvMemory,
@@ -85,8 +85,9 @@ class ModelInfo:
     `weight_bytes` is the memory of the weights in `dtype`, at least; `kv_bytes_per_token` that of
     K and V of one token over all layers, a guess for the few models that show it only when
     they are loaded. `flops_per_token` is 2 for each parameter that every token passes,
-    `flops_per_output_token` for each of the output projection. A guess at what a step takes beside
-    weights and KV: `step_bytes_per_token` for each, and `logit_bytes` for each row of logits.
+    `flops_per_output_token` for each of the output projection; `attention_flops` are those of a
+    token that attends to one token, over all layers. A guess at what a step takes beside weights
+    and KV: `step_bytes_per_token` for each, and `logit_bytes` for each row of logits.
     """
 
     device: str
@@ -100,6 +101,7 @@ class ModelInfo:
     kv_is_a_guess: bool
     flops_per_token: float
     flops_per_output_token: float
+    attention_flops: float
     step_bytes_per_token: int = 0
     logit_bytes: int = 0
 
@@ -156,7 +158,8 @@ def read_model_info(
     config = read_config(folder)
     check_supported(config)
     length = resolve_max_model_len(config, max_model_len)
-    calls = calls_without_weights(config, length)
+    known_calls = calls_without_weights(config, length)
+    calls = known_calls or usual_calls(config)
     weights = read_weights(folder)
     device = resolve_device(device)
     dtype = resolve_dtype(dtype, device, config)
@@ -171,10 +174,11 @@ def read_model_info(
         layers=config.num_hidden_layers,
         parameters=weights.parameters,
         weight_bytes=weights.file_bytes if quantised else weights.bytes_as(element.itemsize),
-        kv_bytes_per_token=bytes_per_token(calls or usual_calls(config), element),
-        kv_is_a_guess=calls is None,
+        kv_bytes_per_token=bytes_per_token(calls, element),
+        kv_is_a_guess=known_calls is None,
         flops_per_token=2.0 * _passed_by_a_token(config, weights, output),
         flops_per_output_token=2.0 * output,
+        attention_flops=attention_flops(calls, config.num_attention_heads),
         step_bytes_per_token=_step_bytes_per_token(config, element),
         logit_bytes=config.vocab_size * element.itemsize,
     )

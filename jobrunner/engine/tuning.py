@@ -22,14 +22,17 @@ MOST_BATCH_SIZE = 1024
 _WINDOW = 64
 # the first steps of a process, and of a batch that has just grown, are unlike the later ones
 _SETTLING = 16
-# tokens/s must grow by so much with each doubling
+# tokens/s must grow by so much with each doubling of the batch
 _LEAST_GAIN = 1.05
 # steps until a doubling that did not pay is tried again; twice as many after each failure
 _TRY_AGAIN = 1024
 # a batch is full with so much of it running
 _FULL = 0.9
-# a budget at the knee reaches so much of the best tokens/s
-_KNEE = 0.9
+# a budget at the knee reaches so much of the best tokens/s: nobody waits for a shorter step, so
+# little of the throughput is given for memory and for prompts that share their steps sooner
+_KNEE = 0.97
+# there, if t = w + a n, twice the tokens are so much faster
+_GAIN_AT_KNEE = 2 / (1 + _KNEE)
 # a budget changes by a quarter, or not at all
 _LEAST_CHANGE = 0.25
 # a step counts half as much after so many more
@@ -50,11 +53,11 @@ class Point(NamedTuple):
 
 
 def knee(points: list[Point]) -> float:
-    """Return the fewest tokens that reach 90% of the best measured tokens/s.
+    """Return the fewest tokens that reach 97% of the best measured tokens/s.
 
     The curve of step time t over tokens n goes straight from point to point. If t = max(w, a n)
-    that is 0.9 w/a, where the flat part ends; if t = w + a n, where the fixed part of a step
-    is a tenth of it, it is 9 w/a.
+    that is 0.97 w/a, where the flat part ends; if t = w + a n, where the fixed part is 3% of a
+    step, it is 97/3 w/a.
     """
     wanted = _KNEE * max(point.rate for point in points)
     last = points[0]
@@ -183,7 +186,7 @@ class TokenBudget:
 def _still_grows(points: list[Point], budget: int) -> bool:
     """Whether steps with such a budget have more tokens/s than the next shorter ones known."""
     upto = [point for point in points if point.tokens <= budget]
-    return len(upto) < 2 or upto[-1].rate >= _LEAST_GAIN * upto[-2].rate
+    return len(upto) < 2 or upto[-1].rate >= _GAIN_AT_KNEE * upto[-2].rate
 
 
 def _differs(new: int, old: int) -> bool:
@@ -303,8 +306,12 @@ def largest(limits: Limits, automatic: Automatic) -> Limits:
     """What the limits may become; a budget that is left to the machine only falls."""
     if not automatic.max_batch_size:
         return limits
-    most = min(MOST_BATCH_SIZE, limits.token_budget)
-    return replace(limits, max_batch_size=max(most, limits.max_batch_size))
+    return replace(limits, max_batch_size=most_batch_size(limits))
+
+
+def most_batch_size(limits: Limits) -> int:
+    """The size that a batch which begins with such limits may grow to by itself."""
+    return max(limits.max_batch_size, min(MOST_BATCH_SIZE, limits.token_budget))
 
 
 class Tuning:
@@ -315,8 +322,7 @@ class Tuning:
         self._automatic = automatic
         self._batch = self._budget = None
         if automatic.max_batch_size:
-            most = largest(limits, automatic).max_batch_size
-            self._batch = MaxBatchSize(limits.max_batch_size, most)
+            self._batch = MaxBatchSize(limits.max_batch_size, most_batch_size(limits))
         if automatic.token_budget:
             self._budget = TokenBudget(limits.token_budget)
 

@@ -10,6 +10,7 @@ from typing import Literal
 from jobrunner.config import BatchingTable
 from jobrunner.engine.arrivals import poisson_arrivals
 from jobrunner.engine.scheduler import Limits
+from jobrunner.engine.tuning import Automatic, most_batch_size
 from jobrunner.errors import ConfigError
 from jobrunner.simulate.cost import PROFILES, Profile, StepCost
 from jobrunner.simulate.settings import CostTable, RowsTable, Simulation
@@ -35,13 +36,13 @@ class Basis:
     profile: Profile | None = None
 
 
-def basis_of(table: CostTable, fitted: StepCost | None) -> Basis:
+def basis_of(table: CostTable, fitted: StepCost | None, fitted_words: str = "") -> Basis:
     """Choose the profile, what was fitted to `metrics`, or costs of 0 to be set one by one."""
     if table.profile is not None:
         profile = PROFILES[table.profile]
         return Basis(profile.cost, f"{profile.name}: {profile.assumes}", profile)
     if fitted is not None:
-        return Basis(fitted, f"fitted to the steps of `{table.metrics}`")
+        return Basis(fitted, f"fitted to the steps of `{table.metrics}`; {fitted_words}")
     return Basis(StepCost(), "as set")
 
 
@@ -91,10 +92,12 @@ def _arrivals(table: RowsTable, rate: float, seed: int) -> takewhile[float]:
 def machine_of(simulation: Simulation, basis: Basis, rows: list[TraceRow]) -> Machine:
     """Fill in what the settings leave open. Raises ConfigError."""
     limits = _limits(simulation.batching, basis.profile)
+    automatic = _automatic(simulation.batching)
     longest_output = max(row.output for row in rows)
     longest = max(row.prompt + row.output for row in rows)
     # each row begins a block of its own; twice that never keeps anyone out
-    wanted = 2 * limits.max_batch_size * (longest + simulation.batching.block_size)
+    together = most_batch_size(limits) if automatic.max_batch_size else limits.max_batch_size
+    wanted = 2 * together * (longest + simulation.batching.block_size)
     kv_blocks = _blocks(simulation.batching, simulation.cost, basis.profile, wanted)
     return Machine(
         cost=_changed(basis.cost, simulation.cost),
@@ -107,6 +110,7 @@ def machine_of(simulation: Simulation, basis: Basis, rows: list[TraceRow]) -> Ma
         known_lengths=simulation.rows.known_lengths,
         workers=simulation.simulation.workers,
         shared_prefix=simulation.rows.shared_prefix,
+        automatic=automatic,
     )
 
 
@@ -130,6 +134,15 @@ def _limits(batching: BatchingTable, profile: Profile | None) -> Limits:
         chunk_size=_number(batching.chunk_size, budget),
         lookahead=_number(batching.lookahead, 4 * size),
         schedule_every=batching.schedule_every,
+    )
+
+
+def _automatic(batching: BatchingTable) -> Automatic:
+    return Automatic(
+        max_batch_size=batching.max_batch_size == "auto",
+        token_budget=batching.token_budget == "auto",
+        chunk_size=batching.chunk_size == "auto",
+        lookahead=batching.lookahead == "auto",
     )
 
 

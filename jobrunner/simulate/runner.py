@@ -19,7 +19,7 @@ class VirtualRunner:
     """A runner that only takes time; a text ends with the token that its row's length says.
 
     `rows` say those lengths. What pads a batch costs what a decode costs. After a step it can
-    tell how many rows `joined` the batch and, if it draws the `slots`, what was in which of them.
+    tell how many rows `joined` the batch and, if it is to `draw`, what was in which slot.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class VirtualRunner:
         clock: VirtualClock,
         cost: StepCost,
         rows: Sequence[TraceRow],
-        slots: int | None,
+        draw: bool,
     ) -> None:
         self._clock = clock
         self._cost = cost
         # tokens that are computed when the last one is drawn
         self._ends_at = np.array([row.prompt + row.output - 1 for row in rows], np.int64)
-        self._slots = slots
+        self._draw = draw
         self._latest_admission = -1
         self.look_away()
 
@@ -55,8 +55,8 @@ class VirtualRunner:
             plan.attended_tokens,
         )
         self._clock.advance(copy_s + compute_s)
-        if self._slots is not None:
-            self.places = self._drawn(plan, self._slots)
+        if self._draw:
+            self.places = _drawn(plan)
         return Drawn(tokens, copy_s=copy_s, compute_s=compute_s)
 
     def _drawn_tokens(self, plan: Plan) -> Numbers:
@@ -71,13 +71,11 @@ class VirtualRunner:
             self._latest_admission = chunk.sequence.admission
             self.joined += 1
 
-    def _drawn(self, plan: Plan, slots: int) -> Places:
-        places = bytearray(slots)
-        for chunk in plan.chunks:
-            assert chunk.sequence.slot is not None
-            places[chunk.sequence.slot] = DECODE if chunk.decode else PREFILL
-        # running sequences lie close together: who stays is behind them
-        first = max((chunk.sequence.slot or 0) for chunk in plan.chunks) + 1
-        for place in range(first, min(slots, first + plan.padding)):
-            places[place] = KEPT
-        return bytes(places)
+
+def _drawn(plan: Plan) -> Places:
+    # running sequences lie close together: who stays is behind them
+    slots = [chunk.sequence.slot or 0 for chunk in plan.chunks]
+    places = bytearray(max(slots, default=-1) + 1)
+    for slot, chunk in zip(slots, plan.chunks, strict=True):
+        places[slot] = DECODE if chunk.decode else PREFILL
+    return bytes(places) + bytes([KEPT]) * plan.padding

@@ -22,15 +22,19 @@ _TITLE_HEIGHT = 26
 
 
 class Timeline:
-    """What the slots of one worker did, step by step; steps that computed nothing are left out."""
+    """What the slots of one worker did, step by step; steps that computed nothing are left out.
 
-    def __init__(self, slots: int) -> None:
+    There are as many `slots` as are given, or as were in use.
+    """
+
+    def __init__(self, slots: int = 0) -> None:
         self._slots = slots
         self._steps: list[Places] = []
 
     def add(self, places: Places) -> None:
         """Take in one step."""
-        self._steps.append(places.ljust(self._slots, b"\0"))
+        self._steps.append(places)
+        self._slots = max(self._slots, len(places))
 
     @property
     def steps(self) -> int:
@@ -41,7 +45,8 @@ class Timeline:
 
         A shared cell shows what most of its places did; of equals, the one that did more.
         """
-        columns = [_common(group) for group in _groups(self._steps, most_columns)]
+        steps = [places.ljust(self._slots, b"\0") for places in self._steps]
+        columns = [_common(group) for group in _groups(steps, most_columns)]
         slots = [bytes(column[slot] for column in columns) for slot in range(self._slots)]
         return [_common(group) for group in _groups(slots, most_rows)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jobrunner.config import BatchingTable
 from jobrunner.engine.arrivals import Arrivals
@@ -13,6 +13,7 @@ from jobrunner.engine.engine import Engine
 from jobrunner.engine.preemption import Costs
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.strategies import make_scheduler
+from jobrunner.engine.tuning import Automatic, Tuning
 from jobrunner.records import Requests, Step, TextStream
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.requests import VirtualClock, VirtualRequests
@@ -30,7 +31,8 @@ _MOST_STILL = 100_000
 class Machine:
     """What is simulated: how workers schedule, what a step costs them and what memory they have.
 
-    `batching` has names and numbers that `limits` and `kv_blocks` do not say.
+    `batching` has names and numbers that `limits` and `kv_blocks` do not say. Each worker begins
+    with `limits`, of which those that are `automatic` follow its steps.
     """
 
     cost: StepCost
@@ -43,11 +45,17 @@ class Machine:
     shared_prefix: int = 0
     host_blocks: int = 0
     prediction: bool = True
+    automatic: Automatic = field(default_factory=Automatic)
+
+    @property
+    def slots(self) -> int | None:
+        """How many sequences may run, None if that follows the steps."""
+        return None if self.automatic.max_batch_size else self.limits.max_batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One step of one worker: when it was, and how many rows joined the batch with it.
+    """One step of one worker: when it was, under which limits, and how many rows joined with it.
 
     `places` says what each slot did, where that was asked for.
     """
@@ -56,6 +64,7 @@ class Moment:
     step: Step
     started_s: float
     ended_s: float
+    limits: Limits
     joined: int
     places: Places | None
 
@@ -99,10 +108,10 @@ class _Worker:
             costs=Costs(machine.cost.swapped_block_s, machine.cost.prefill_token_s),
             ahead=machine.prediction,
         )
-        slots = machine.limits.max_batch_size if draw else None
-        self._runner = VirtualRunner(self._clock, machine.cost, rows, slots)
+        self._runner = VirtualRunner(self._clock, machine.cost, rows, draw)
         self._requests = self._source(rows, machine)
-        engine = Engine(self._scheduler, self._runner, clock=self._clock)
+        tuning = Tuning(machine.limits, machine.automatic)
+        engine = Engine(self._scheduler, self._runner, clock=self._clock, tuning=tuning)
         self._steps = engine.run(self._requests)
 
     def _source(self, rows: Sequence[TraceRow], machine: Machine) -> Requests:
@@ -119,7 +128,7 @@ class _Worker:
 
     def turn(self) -> Moment | None:
         """Do one step; None if all is done."""
-        started_s = self._clock.now
+        started_s, limits = self._clock.now, self._scheduler.limits
         self._runner.look_away()
         step = next(self._steps, None)
         if step is None:
@@ -133,6 +142,7 @@ class _Worker:
             # beside what it waited before
             started_s=self._clock.now - step.step_s,
             ended_s=self._clock.now,
+            limits=limits,
             joined=self._runner.joined,
             places=self._runner.places,
         )

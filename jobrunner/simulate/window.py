@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jobrunner.engine.scheduler import Limits
 from jobrunner.simulate.virtual import Moment
 
 
@@ -13,7 +12,7 @@ class Middle:
     """The steps from the first full batch to the last admission; None where there are none.
 
     A batch is full when every slot is taken, or when rows wait and none joins though the token
-    budget would have room. `utilization` is Σ batch size / (slots · steps), `kv_use` the mean
+    budget would have room. `utilization` is Σ batch size / Σ slots of the steps, `kv_use` the mean
     share of KV blocks in use; `tail_s` the time from the last admission to the end, in which the
     batch only shrinks, and `tail_share` that of the whole.
     """
@@ -30,11 +29,13 @@ class Middle:
 @dataclass(slots=True)
 class _Sums:
     steps: int = 0
+    slots: int = 0
     batch: int = 0
     kv_use: float = 0.0
 
     def add(self, other: _Sums) -> None:
         self.steps += other.steps
+        self.slots += other.slots
         self.batch += other.batch
         self.kv_use += other.kv_use
 
@@ -50,8 +51,7 @@ class _Worker:
 class Window:
     """Finds the middle of a simulation while its moments go by, in constant memory."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self) -> None:
         self._workers: dict[int, _Worker] = {}
         self._all = _Sums()
         self._last_admission_s = 0.0
@@ -63,10 +63,11 @@ class Window:
         self._ended_s = max(self._ended_s, moment.ended_s)
         if step.idle:
             return
-        sums = _Sums(1, step.batch_size, step.kv_blocks_used / step.kv_blocks)
+        slots = moment.limits.max_batch_size
+        sums = _Sums(1, slots, step.batch_size, step.kv_blocks_used / step.kv_blocks)
         self._all.add(sums)
         worker = self._workers.setdefault(moment.worker, _Worker())
-        worker.full = worker.full or self._is_full(moment)
+        worker.full = worker.full or _is_full(moment)
         if worker.full:
             worker.since.add(sums)
         if moment.joined:
@@ -81,7 +82,7 @@ class Window:
             inside.add(worker.inside)
         tail_s = self._ended_s - self._last_admission_s
         return Middle(
-            utilization=_ratio(inside.batch, inside.steps * self._limits.max_batch_size),
+            utilization=_ratio(inside.batch, inside.slots),
             kv_use=_ratio(inside.kv_use, inside.steps),
             steps=inside.steps,
             tail_s=tail_s,
@@ -89,12 +90,13 @@ class Window:
             kv_use_mean=_ratio(self._all.kv_use, self._all.steps),
         )
 
-    def _is_full(self, moment: Moment) -> bool:
-        step = moment.step
-        if step.running >= self._limits.max_batch_size:
-            return True
-        room = step.tokens_computed < self._limits.token_budget
-        return room and step.waiting > 0 and not moment.joined
+
+def _is_full(moment: Moment) -> bool:
+    step = moment.step
+    if step.running >= moment.limits.max_batch_size:
+        return True
+    room = step.tokens_computed < moment.limits.token_budget
+    return room and step.waiting > 0 and not moment.joined
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -20,6 +20,7 @@ import pytest
 from jobrunner.console.displays import Bar, Style
 from jobrunner.console.files import StatusFile
 from jobrunner.console.live import Console
+from jobrunner.console.machine import MachineLimits
 from jobrunner.console.stats import Snapshot, Stats, metrics_line
 from jobrunner.console.view import plain_line
 from jobrunner.errors import ExitCode, InfrastructureError
@@ -347,6 +348,21 @@ def test_metrics_lines_have_the_names_of_the_snapshot(stats: Stats, tmp_path: Pa
     assert [line["elapsed_s"] for line in lines] == [210.0, 220.0, 225.0]
     for line in lines:
         assert list(line) == [field.name for field in fields(Snapshot)]
+
+
+def test_the_first_line_of_metrics_says_what_the_machine_gives(
+    stats: Stats, tmp_path: Path
+) -> None:
+    path, clock = tmp_path / "metrics.jsonl", FakeClock(200.0)
+    with Console("off", 10.0, path, stream=io.StringIO(), clock=clock) as console:
+        console.measured(MachineLimits(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0))
+        run_for(console, stats, clock, 4 * 25)
+        console.finish(stats, "the summary")
+    first, *others = [json.loads(line) for line in path.read_text().splitlines()]
+    names = [field.name for field in fields(Snapshot)]
+    assert list(first) == [*names, "machine"]
+    assert MachineLimits(**first["machine"]) == MachineLimits(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+    assert all(list(line) == names for line in others)
 
 
 def test_metrics_of_an_earlier_run_stay(stats: Stats, tmp_path: Path) -> None:

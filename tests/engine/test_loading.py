@@ -284,3 +284,6 @@ def test_what_a_token_costs_is_known_before_the_weights(tmp_path):
     output = 96 * 32
     assert info.flops_per_output_token == 2 * output
     assert info.flops_per_token == 2 * (info.parameters - 2 * output)
+    config = json.loads((dense / "config.json").read_text())
+    # a product with K and one with V, as wide as the hidden state over all heads
+    assert info.attention_flops == 2 * 2 * config["hidden_size"] * config["num_hidden_layers"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobrunner.engine import prediction
 from jobrunner.engine.prediction import LengthPredictor
 from jobrunner.engine.sequence import Sequence as Running
 from jobrunner.engine.stopping import Stopping
@@ -24,20 +25,30 @@ def sampling(most: int, least: int = 0, stop_ids: frozenset[int] = STOP_IDS) -> 
     return Sampling(most, stop_ids=stop_ids, min_new_tokens=least)
 
 
-def sequence(length: int, how: Sampling, index: int = 0) -> Running:
-    """A sequence that has generated so many tokens."""
-    asked = Request(RowId("s", index), [1], how, output=[5] * length)
+def sequence(length: int, how: Sampling, index: int = 0, prompt: int = 1) -> Running:
+    """A sequence with a prompt of so many tokens that has generated so many."""
+    asked = Request(RowId("s", index), [1] * prompt, how, output=[5] * length)
     return Running(asked, Stopping(how, lambda: LetterText(str)), 0.0)
 
 
 def taught(ended: Sequence[int], cut: Sequence[int] = (), running: Sequence[int] = (), margin=0.0):
     predictor = LengthPredictor(margin)
-    predictor.observe_running(np.array(running, np.int64))
+    counts = np.array(running, np.int64)
+    predictor.observe_running(np.ones_like(counts), counts)
     for length in ended:
         predictor.observe(sequence(length, sampling(1_000_000)))
     for length in cut:
         predictor.observe(sequence(length, sampling(length)))
     # whatever has come since the tables were made
+    predictor._build()
+    return predictor
+
+
+def taught_by_prompt(ended: Sequence[tuple[int, int]]) -> LengthPredictor:
+    """What is known from rows of such prompts and outputs."""
+    predictor = LengthPredictor(0.0)
+    for prompt, length in ended:
+        predictor.observe(sequence(length, sampling(1_000_000), prompt=prompt))
     predictor._build()
     return predictor
 
@@ -110,7 +121,13 @@ def test_a_prediction_keeps_the_bounds_of_its_row(ended, bounds):
     ended=lengths,
     cut=lengths,
     rows=st.lists(
-        st.tuples(st.integers(0, 45), st.integers(0, 60), st.integers(1, 60), st.integers(0, 99)),
+        st.tuples(
+            st.integers(0, 45),
+            st.integers(0, 60),
+            st.integers(1, 60),
+            st.integers(0, 99),
+            st.sampled_from([1, 4, 100]),
+        ),
         min_size=1,
         max_size=8,
     ),
@@ -118,9 +135,9 @@ def test_a_prediction_keeps_the_bounds_of_its_row(ended, bounds):
 def test_a_drawn_length_is_the_first_that_so_many_do_not_outlive(ended, cut, rows):
     predictor = taught(ended, cut)
     sequences = []
-    for length, least, more, index in rows:
+    for length, least, more, index, prompt in rows:
         how = sampling(length + more, min(least, length + more))
-        sequences.append(sequence(length, how, index))
+        sequences.append(sequence(length, how, index, prompt))
     found = [predictor.draw_remaining(each) for each in sequences]
     for each, remaining in zip(sequences, found, strict=True):
         length, (least, most) = each.output_length, each.length_bounds
@@ -136,6 +153,7 @@ def test_a_drawn_length_is_the_first_that_so_many_do_not_outlive(ended, cut, row
         assert remaining == max(min(total, most), least, length + 1) - length
     bounds = np.array([each.length_bounds for each in sequences])
     many = predictor.draw_remaining_of_many(
+        np.array([each.prompt_length for each in sequences]),
         np.array([each.output_length for each in sequences]),
         *bounds.T,
         np.array([each.place for each in sequences]),
@@ -218,3 +236,81 @@ def test_lengths_that_change_within_a_job_are_followed():
     for _ in range(30_000):
         predictor.observe(long)
     assert predictor.remaining(sequence(0, sampling(500))) >= 85
+
+
+# prompts of different lengths
+
+
+def test_rows_of_long_and_of_short_prompts_are_told_apart():
+    predictor = taught_by_prompt([(10, 20), (1000, 300)] * 500)
+    for prompt, own in ((9, 20), (15, 20), (600, 300), (1023, 300)):
+        found = predictor.remaining(sequence(0, sampling(999), prompt=prompt))
+        # 500 rows of its own and 16 of both lengths
+        assert found == pytest.approx((500 * own + 16 * 160) / 516, rel=0.05)
+
+
+def test_a_prompt_of_a_length_that_never_came_is_expected_as_all_rows():
+    predictor = taught_by_prompt([(10, 20), (1000, 300)] * 500)
+    assert predictor.remaining(sequence(0, sampling(999), prompt=100)) == pytest.approx(160, abs=8)
+    asked = Request(RowId("s", 0), [1] * 100, sampling(999))
+    assert predictor.expect(asked) == predictor.remaining(sequence(0, sampling(999), prompt=100))
+
+
+def test_where_prompts_tell_nothing_it_makes_no_difference_of_which_length_they_are():
+    draw = random.Random(5)
+    rows = [(2 ** draw.randint(0, 9), draw.randint(1, 100)) for _ in range(4000)]
+    predictor = taught_by_prompt(rows)
+    for power in range(10):
+        found = predictor.remaining(sequence(0, sampling(999), prompt=2**power))
+        assert found == pytest.approx(50.5, rel=0.1)
+
+
+def slow_class_survivals(
+    most: int, ended: Sequence[tuple[int, int]], prompt: int, borrowed: int
+) -> list[float]:
+    """P(L > l) for l up to `most`, from the rows of a class and some of the rows of all."""
+    lengths = [output for _, output in ended]
+    own = [output for each, output in ended if each.bit_length() == prompt.bit_length()]
+    alive = [1.0]
+    for step in range(1, most + 1):
+        # without rows that are cut, the share of all rows that is longer
+        before, after = (sum(x > each for x in lengths) / len(lengths) for each in (step - 1, step))
+        reached = sum(value >= step for value in own) + borrowed * before
+        ending = own.count(step) + borrowed * (before - after)
+        alive.append(alive[-1] * (1 - ending / reached) if reached else 0.0)
+    return alive
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    ended=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3, 4, 7, 8]), st.integers(1, 40)), min_size=1, max_size=30
+    ),
+    prompt=st.sampled_from([1, 2, 3, 4, 7, 8, 16]),
+    length=st.integers(0, 30),
+)
+def test_a_class_of_few_rows_is_mostly_as_all_rows(ended, prompt, length):
+    alive = slow_class_survivals(60, ended, prompt, 16)
+    found = taught_by_prompt(ended).remaining(sequence(length, sampling(60), prompt=prompt))
+    if alive[length] < 1e-9:
+        assert found == 60 - length
+        return
+    mean = sum(alive[length:60]) / alive[length]
+    assert mean - 1e-3 <= found <= mean + 1 + 1e-3
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 3, 4, 7, 8, 2**20, 2**22 - 1, 2**22, 2**23])
+def test_one_and_many_are_of_the_same_class(prompt):
+    [found] = prediction._classes(np.array([prompt]))
+    assert found == prediction._class(prompt)
+
+
+def test_running_rows_count_for_the_prompts_they_have():
+    predictor = taught_by_prompt([(10, 20), (1000, 20)] * 100)
+    # long prompts go on and on
+    predictor.observe_running(np.full(400, 1000), np.full(400, 200))
+    predictor._build()
+    short, long = (
+        predictor.remaining(sequence(0, sampling(300), prompt=prompt)) for prompt in (10, 1000)
+    )
+    assert long > 2 * short

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from jobrunner.config import BatchingTable
 from jobrunner.console.stats import Snapshot, Stats, Totals
 from jobrunner.engine.scheduler import Limits
+from jobrunner.engine.tuning import Automatic, Tuning
+from jobrunner.records import Step
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.timeline import Timeline, text
 from jobrunner.simulate.trace import TraceRow
@@ -16,9 +18,19 @@ from jobrunner.simulate.virtual import Machine, Moment, simulate
 from jobrunner.simulate.window import Middle, Window
 
 SECOND = StepCost(step_s=1.0)
+FIXED = Automatic()
 
 
-def machine(slots: int, *, cost=SECOND, budget=1000, blocks=1000, workers=1, **batching) -> Machine:
+def machine(
+    slots: int,
+    *,
+    cost=SECOND,
+    budget=1000,
+    blocks=1000,
+    workers=1,
+    automatic=FIXED,
+    **batching,
+) -> Machine:
     return Machine(
         cost=cost,
         limits=Limits(slots, budget, budget, 1000),
@@ -26,6 +38,7 @@ def machine(slots: int, *, cost=SECOND, budget=1000, blocks=1000, workers=1, **b
         batching=BatchingTable(**{"order": "input", **batching}),
         max_new_tokens=1000,
         workers=workers,
+        automatic=automatic,
     )
 
 
@@ -35,8 +48,8 @@ def rows_of(*outputs: int, arrivals: tuple[float, ...] = ()) -> list[TraceRow]:
 
 
 def counted(rows: list[TraceRow], of: Machine) -> tuple[Snapshot, Middle, list[Moment]]:
-    stats = Stats(Totals(len(rows)), slots=of.limits.max_batch_size, started_s=0.0)
-    window, moments = Window(of.limits), list(simulate(rows, of))
+    stats = Stats(Totals(len(rows)), slots=of.slots, started_s=0.0)
+    window, moments = Window(), list(simulate(rows, of))
     for moment in moments:
         stats.observe(moment.step, moment.ended_s)
         window.observe(moment)
@@ -146,6 +159,67 @@ def test_a_batch_that_never_fills_has_no_middle():
     assert middle.steps == 0
 
 
+ALL = Automatic(max_batch_size=True, token_budget=True, chunk_size=True, lookahead=True)
+# what a token costs beside what a step does: the more together, the faster
+SHARED = StepCost(step_s=0.010, prefill_token_s=0.0001, decode_s=0.0001)
+
+
+def test_limits_that_are_left_to_the_machine_follow_its_steps():
+    rows = [TraceRow(5, 20 + index % 7) for index in range(1500)]
+    of = machine(8, cost=SHARED, budget=64, automatic=ALL)
+    tuning, limits, seen = Tuning(of.limits, ALL), of.limits, set()
+    for moment in simulate(rows, of):
+        assert moment.limits == limits
+        assert moment.step.running <= limits.max_batch_size
+        assert moment.step.tokens_computed <= limits.token_budget
+        limits = tuning.observe(moment.step) or limits
+        seen.add(limits.max_batch_size)
+    assert max(seen) > 8
+
+
+def test_a_batch_that_may_grow_is_done_sooner_where_that_pays():
+    rows = [TraceRow(5, 20 + index % 7) for index in range(1500)]
+    _, _, fixed = counted(rows, machine(8, cost=SHARED, budget=64))
+    _, _, grown = counted(rows, machine(8, cost=SHARED, budget=64, automatic=ALL))
+    assert grown[-1].ended_s < 0.8 * fixed[-1].ended_s
+
+
+def test_limits_given_as_numbers_stay():
+    of = machine(8, cost=SHARED, budget=64)
+    assert {moment.limits for moment in simulate([TraceRow(5, 20)] * 500, of)} == {of.limits}
+
+
+def test_each_worker_finds_limits_of_its_own():
+    rows = [TraceRow(5, 20 if index % 2 else 400) for index in range(400)]
+    of = machine(8, cost=SHARED, budget=64, workers=2, automatic=ALL)
+    sizes: dict[int, set[int]] = {0: set(), 1: set()}
+    for moment in simulate(rows, of):
+        sizes[moment.worker].add(moment.limits.max_batch_size)
+    alone = machine(8, cost=SHARED, budget=64, automatic=ALL)
+    assert sizes[1] == {each.limits.max_batch_size for each in simulate(rows[1::2], alone)}
+
+
+def test_the_middle_counts_the_slots_that_there_were():
+    window = Window()
+    small, large = Limits(2, 9, 9, 9), Limits(4, 9, 9, 9)
+    for limits, batch, joined in ((small, 2, 2), (large, 2, 0), (large, 4, 2), (large, 1, 0)):
+        step = Step(batch_size=batch, running=batch, kv_blocks=1)
+        window.observe(Moment(0, step, 0.0, 1.0, limits, joined, None))
+    assert window.middle().utilization == (2 + 2 + 4) / (2 + 4 + 4)
+
+
+def test_places_show_the_slots_of_a_batch_that_grew():
+    rows = [TraceRow(5, 20 + index % 7) for index in range(1500)]
+    of = machine(8, cost=SHARED, budget=64, automatic=ALL)
+    timeline, most = Timeline(), 0
+    for moment in simulate(rows, of, draw=True):
+        if moment.places is not None:
+            most = max(most, moment.step.running)
+            timeline.add(moment.places)
+    assert most > 8
+    assert len(text(timeline, 1000, 9)) == most
+
+
 def test_places_show_what_each_slot_did():
     of = machine(3, policy="static")
     timeline = Timeline(3)
@@ -228,8 +302,19 @@ def test_every_row_is_done_once_and_time_is_the_sum_of_what_was_computed(
 
 
 @settings(max_examples=20, deadline=None)
-@given(lengths=LENGTHS, slots=st.integers(1, 6), batching=POLICIES, workers=st.integers(1, 3))
-def test_the_same_rows_and_machine_give_the_same_steps(lengths, slots, batching, workers):
-    rows = [TraceRow(*length, 0.4 * place) for place, length in enumerate(lengths)]
-    of = machine(slots, cost=EVERYTHING, budget=24, workers=workers, **batching)
+@given(
+    lengths=LENGTHS,
+    slots=st.integers(1, 6),
+    batching=POLICIES,
+    workers=st.integers(1, 3),
+    automatic=st.sampled_from([FIXED, ALL]),
+)
+def test_the_same_rows_and_machine_give_the_same_steps(
+    lengths, slots, batching, workers, automatic
+):
+    # enough of them to be tuned to
+    rows = [TraceRow(*length, 0.4 * place) for place, length in enumerate(lengths * 10)]
+    of = machine(
+        slots, cost=EVERYTHING, budget=24, workers=workers, automatic=automatic, **batching
+    )
     assert list(simulate(rows, of)) == list(simulate(rows, of))
