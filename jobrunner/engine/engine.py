@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ from jobrunner.engine.plan import Drawn, Plan
 from jobrunner.engine.scheduler import Scheduler
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.tuning import Tuning
+from jobrunner.engine.watchdog import Watchdog
 from jobrunner.records import Completion, Partial, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
@@ -87,6 +89,7 @@ class Engine:
         *,
         duplicates: Duplicates | None = None,
         tuning: Tuning | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._ahead = isinstance(runner, AheadRunner) and runner.ahead
@@ -96,13 +99,18 @@ class Engine:
         self._clock = clock
         self._duplicates = duplicates
         self._tuning = tuning
+        self._watchdog = watchdog
 
     def run(self, requests: Requests) -> Iterator[Step]:
         """Serve requests until they are exhausted and all are complete.
 
         An idle step is yielded when there is nothing to compute yet. What the runner raises
-        passes through.
+        passes through; a step that takes too long ends the process.
         """
+        with self._watchdog.on_guard() if self._watchdog else nullcontext():
+            yield from self._serve(requests)
+
+    def _serve(self, requests: Requests) -> Iterator[Step]:
         scheduler = self._scheduler
         while True:
             started = self._clock()
@@ -173,7 +181,8 @@ class Engine:
 
     def _take_off(self, plan: Plan, *, works: bool) -> _Flight:
         launched_at = self._clock()
-        pending = self._launch(plan) if works else _Ready(Drawn())
+        with self._watching(plan):
+            pending = self._launch(plan) if works else _Ready(Drawn())
         if self._ahead and works:
             self._scheduler.launched(plan)
         running, used = self._scheduler.running, self._scheduler.blocks.used
@@ -182,7 +191,8 @@ class Engine:
     def _land(self, complete: list[Completion], started: float) -> Step:
         """Book the plan that was launched first."""
         flight = self._flights.popleft()
-        drawn = flight.pending.collect()
+        with self._watching(flight.plan):
+            drawn = flight.pending.collect()
         finished = self._clock()
         # the device began with it when it had it, and was done with the one before
         forward_s = finished - max(flight.launched_at, self._collected_at)
@@ -202,6 +212,9 @@ class Engine:
             forward_s=forward_s,
             swap_s=drawn.copy_s,
         )
+
+    def _watching(self, plan: Plan) -> AbstractContextManager[None]:
+        return self._watchdog.watching(plan) if self._watchdog else nullcontext()
 
     def _report(
         self,

@@ -49,6 +49,7 @@ from jobrunner.engine.support import (
     resolve_max_model_len,
 )
 from jobrunner.engine.tuning import Automatic, Tuning
+from jobrunner.engine.watchdog import step_limit, watchdog
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
 
@@ -381,8 +382,12 @@ def build_engine(
         ahead=ahead,
     )
     recorded = _graph_settings(placed, limits) if graphs else None
-    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=recorded)
-    return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
+    limit = step_limit(rules.max_step, model.device.type)
+    runner = TransformersRunner(
+        model, placed.attention, model.device, pool, graphs=recorded, limit=limit
+    )
+    dog = watchdog(limit, ahead=runner.ahead)
+    return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning, watchdog=dog)
 
 
 def _graph_settings(placed: PlacedModel, limits: Limits) -> GraphSettings | None:

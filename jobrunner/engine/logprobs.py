@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from jobrunner.engine.devices import to_device
 from jobrunner.records import TokenLogprob
 
 # rows looked at together: bounds the copies of the logits
@@ -62,7 +64,7 @@ def look(
     found = []
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
-        rows_L = torch.tensor(some, device=logits_BV.device)
+        rows_L = to_device(np.array(some), logits_BV.device)
         counts = [wanted[row] or 0 for row in some]
         found.append(_look(some, counts, logits_BV[rows_L].float(), tokens_B[rows_L]))
     return found

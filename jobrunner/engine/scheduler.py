@@ -82,6 +82,8 @@ class Scheduler:
         # finished, and in their slots until their batch ends
         self._staying: list[tuple[Sequence, Ending]] = []
         self._admissions = 0
+        # those that say something to do
+        self._plans = 0
         # plans that are launched and not committed
         self._in_flight = 0
         # how many run, by priority
@@ -189,6 +191,7 @@ class Scheduler:
             budget -= self._prefill(sequence, budget)
         cached = self._fill(budget, now, completions, last_call)
         decodes = self._running.decodes(self._running.ready())
+        self._plans += bool(len(decodes) or self._prefills or self._holding.copies)
         return Plan(
             decodes,
             self._prefills,
@@ -197,6 +200,7 @@ class Scheduler:
             cached,
             self._holding.copies,
             len(self._staying) if len(decodes) else 0,
+            self._plans,
         )
 
     def _fill(self, budget: int, now: float, completions: list[Completion], last_call: bool) -> int:

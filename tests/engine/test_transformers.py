@@ -320,7 +320,7 @@ def test_log_probabilities_are_those_of_the_model_before_any_rule(llama: Path):
     assert done[3].logprobs == ()
 
 
-@pytest.mark.parametrize("place", ["token_logprobs", "TransformersRunner.logits"])
+@pytest.mark.parametrize("place", ["sample_on_device", "TransformersRunner.logits"])
 def test_a_device_that_fails_while_computing_or_drawing_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):

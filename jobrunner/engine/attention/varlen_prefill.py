@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import torch
 from jobrunner.engine.attention.hook import AttentionOptions, Piece
 from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
 from jobrunner.engine.devices import to_device
+from jobrunner.engine.inputs import Put
 from jobrunner.engine.kv import KvPool
 
 Varlen = Callable[..., torch.Tensor]
@@ -43,18 +45,22 @@ class VarlenPrefill:
 
     def __init__(self, pool: KvPool, device: torch.device, varlen: Varlen | None = None) -> None:
         self._pool = pool
-        self._device = device
+        self._put: Put = partial(to_device, device=device)
         self._varlen = varlen or torch_varlen()
         self._refusal = None if varlen else _refusal(pool.dtype, device)
         self._ragged: _Ragged | None = None
+
+    def take_inputs(self, put: Put) -> None:
+        """Bring numbers to the device by `put`."""
+        self._put = put
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Prepare for one forward pass over these pieces, packed in this order."""
         new = [piece.stop - piece.start for piece in pieces]
         held = [piece.stop for piece in pieces]
         self._ragged = _Ragged(
-            starts_q=self._tensor(np.cumsum([0, *new], dtype=np.int32)),
-            starts_k=self._tensor(np.cumsum([0, *held], dtype=np.int32)),
+            starts_q=self._put(np.cumsum([0, *new], dtype=np.int32)),
+            starts_k=self._put(np.cumsum([0, *held], dtype=np.int32)),
             longest_q=max(new),
             longest_k=max(held),
             sources=self._sources(pieces) if any(piece.start for piece in pieces) else None,
@@ -115,12 +121,9 @@ class VarlenPrefill:
             for piece, position in zip(pieces, positions, strict=True)
         ]
         return (
-            self._tensor(np.concatenate(blocks)),
-            self._tensor(np.concatenate(positions) % size),
+            self._put(np.concatenate(blocks)),
+            self._put(np.concatenate(positions) % size),
         )
-
-    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return to_device(numbers, self._device)
 
 
 def torch_varlen() -> Varlen:
