@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
 from jobrunner.engine.strategies import make_scheduler
+from jobrunner.engine.streams import Lane, streams_of, wait_for
 from jobrunner.engine.support import (
     check_supported,
     read_config,
@@ -431,10 +431,13 @@ def _costs(pool: KvPool, host_blocks: int) -> Costs:
     places = list(range(count))
     # the first time also pays for memory that was never touched
     pool.swap_out(places, places)
-    started = time.perf_counter()
+    streams = streams_of(pool.keys[0].device)
+    begun = streams.mark(Lane.COMPUTE)
     pool.swap_out(places, places)
     pool.swap_in(places, places)
-    return Costs((time.perf_counter() - started) / (2 * count))
+    done = streams.mark(Lane.COMPUTE)
+    wait_for(done)
+    return Costs(done.since(begun) / (2 * count))
 
 
 def estimate_kv_blocks(

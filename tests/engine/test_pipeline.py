@@ -44,6 +44,9 @@ class SlowScheduler(Scheduler):
 class Bench:
     """An engine on a fake device that checks itself after every step."""
 
+    scheduler_type: type[SlowScheduler] = SlowScheduler
+    device_type: type[FakeDevice] = FakeDevice
+
     def __init__(
         self,
         *,
@@ -61,7 +64,7 @@ class Bench:
         self.clock = StillClock()
         self.host = HostBlocks(host)
         pool = Blocks(blocks, block_size)
-        self.scheduler = SlowScheduler(
+        self.scheduler = self.scheduler_type(
             self.clock,
             host_s,
             pool,
@@ -70,7 +73,7 @@ class Bench:
             policy=policy_named(policy),
             preemption=Preemption("swap" if host else "recompute", self.host),
         )
-        self.device = FakeDevice(pool, self.clock, ahead=ahead, step_s=step_s, **device)
+        self.device = self.device_type(pool, self.clock, ahead=ahead, step_s=step_s, **device)
         self.device.events = self.scheduler.events
         self.engine = Engine(self.scheduler, self.device, self.clock)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jobrunner.config import BatchingTable
@@ -135,9 +136,10 @@ def test_no_step_reads_a_block_before_it_is_copied_nor_writes_one_that_still_is(
     watch(fake_streams, monkeypatch)
     steps, tokens = serve_crowded(llama)
     assert tokens == expected
-    copied = {work.what for work in fake_streams.work if work.lane is Lane.COPY}
-    assert copied == {"swap in", "swap out"}
-    assert {work.what for work in fake_streams.work if work.lane is Lane.COMPUTE} == {"compute"}
+    # before that, a copy is tried
+    serving = fake_streams.events[fake_streams.events.index("launch 1") :]
+    given = {event for event in serving if ": " in event}
+    assert given == {"compute: compute", "copy: swap in", "copy: swap out"}
     fake_streams.check()
     # one piece of work each, two where what is not used at once comes later
     swaps = [step for step in steps if step.swapped_blocks]
@@ -242,7 +244,7 @@ def test_what_a_step_does_not_use_is_copied_beside_it(fake_streams: FakeStreams)
 
 
 def test_a_step_that_uses_nothing_that_is_copied_is_not_held(fake_streams: FakeStreams):
-    pool, copies = pool_and_copies(fake_streams)
+    _, copies = pool_and_copies(fake_streams)
     copied = copies.begin([Copy([1], [0], out=True)], NOTHING)
     held = fake_streams.events.count("hold compute")
     copies.hold_for(np.array([2]))
@@ -254,7 +256,7 @@ def test_a_step_that_uses_nothing_that_is_copied_is_not_held(fake_streams: FakeS
 
 
 def test_copies_whose_order_matters_keep_it(fake_streams: FakeStreams):
-    pool, copies = pool_and_copies(fake_streams)
+    _, copies = pool_and_copies(fake_streams)
     plan = [
         Copy([1, 2], [0, 1], out=True),
         Copy([2, 3], [5, 6], out=False),
@@ -341,9 +343,14 @@ def test_a_set_grows_and_what_was_read_from_it_stays(fake_streams: FakeStreams):
 
 def test_a_failed_launch_frees_its_set_no_sooner(fake_streams: FakeStreams):
     inputs = InputSets(CPU, fake_streams, staged=True)
-    with pytest.raises(RuntimeError), inputs.launch():
-        fake_streams.does("compute")
-        raise RuntimeError
+
+    def launch_and_fail() -> None:
+        with inputs.launch():
+            fake_streams.does("compute")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        launch_and_fail()
     for waits in (0, 1):
         with inputs.launch():
             assert fake_streams.events.count("wait") == waits
@@ -356,15 +363,27 @@ def test_on_a_cpu_numbers_stay_where_they_are():
         assert inputs.put(numbers).data_ptr() == numbers.ctypes.data
 
 
-class NeverAsks(TorchDispatchMode):
-    """Fails where the host would have to wait for a device: it asks for a number, or sends a list.
+class NeverAsks(TorchFunctionMode):
+    """Fails where the host would have to wait for a device: it asks for numbers, or sends a list.
 
     On a CPU such a wait costs nothing and would go unnoticed.
     """
 
     ASKING = frozenset(
-        {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh"}
+        {torch.tensor, torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.numpy}
     )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        assert func not in self.ASKING, f"{func.__name__} waits for the device"
+        if func is torch.Tensor.to and "cpu" in args:
+            assert kwargs.get("non_blocking"), "a copy to the host waits for the device"
+        with _NeverCounts():
+            return func(*args, **kwargs)
+
+
+class _NeverCounts(TorchDispatchMode):
+    ASKING = frozenset({"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select"})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
@@ -378,20 +397,25 @@ class NeverAsks(TorchDispatchMode):
 def launch_without_asking(llama: Path, rows: Sequence[Request], monkeypatch: Any) -> list[Step]:
     """Serve rows with kernels that do nothing, every launch watched."""
     monkeypatch.setattr(loading, "TransformersRunner", partial(TransformersRunner, ahead=True))
+    launch = TransformersRunner.launch
+    launches = 0
+
+    def watched(self: TransformersRunner, plan: Plan) -> Launched:
+        nonlocal launches
+        launches += 1
+        with NeverAsks():
+            return launch(self, plan)
+
+    monkeypatch.setattr(TransformersRunner, "launch", watched)
     engine = open_tiny(llama, attention="reference", chunk_size=7).engine
 
     def nothing(self: Any, q_HTD: torch.Tensor, k_KTD: Any, v_KTW: torch.Tensor, _: Any) -> Any:
         return q_HTD.new_zeros(q_HTD.shape[1], q_HTD.shape[0], v_KTW.shape[-1])
 
     monkeypatch.setattr(DevicePagedAttention, "attend", nothing)
-    launch = TransformersRunner.launch
-
-    def watched(self: TransformersRunner, plan: Plan) -> Launched:
-        with NeverAsks():
-            return launch(self, plan)
-
-    monkeypatch.setattr(TransformersRunner, "launch", watched)
-    return list(engine.run(FakeRequests(rows, [2] + [1] * 99)))
+    steps = list(engine.run(FakeRequests(rows, [2] + [1] * 99)))
+    assert launches > 10
+    return steps
 
 
 def test_a_launch_asks_nothing_of_the_device(llama: Path, monkeypatch: pytest.MonkeyPatch):
