@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_no_lane_does_two_things_at_once():
     for bench in (plain(ahead=True), plain(ahead=False), crowded()):
         for lane in {each.lane for each in bench.spans}:
             spans = sorted((e.start_ms, e.stop_ms) for e in bench.spans if e.lane == lane)
-            for (_, stop_ms), (start_ms, _) in zip(spans, spans[1:], strict=False):
+            for (_, stop_ms), (start_ms, _) in pairwise(spans):
                 assert stop_ms <= start_ms
 
 

@@ -24,6 +24,9 @@ Varlen = Callable[..., torch.Tensor]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16})
 _OLDEST_MAJOR = 8
+# what torch's function must be given, and may be
+_POSITIONAL = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+_NAMED = frozenset({"scale", "window_size"})
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,10 @@ class VarlenPrefill:
     def __init__(self, pool: KvPool, device: torch.device, varlen: Varlen | None = None) -> None:
         self._pool = pool
         self._put: Put = partial(to_device, device=device)
-        self._varlen = varlen or torch_varlen()
-        self._refusal = None if varlen else _refusal(pool.dtype, device)
+        self._varlen, self._refusal = varlen, None
+        if varlen is None:
+            self._varlen, unknown = torch_varlen()
+            self._refusal = unknown or _refusal(pool.dtype, device)
         self._ragged: _Ragged | None = None
 
     def take_inputs(self, put: Put) -> None:
@@ -77,6 +82,7 @@ class VarlenPrefill:
         """Return what each token attends to once its K and V are stored, `[T, H, D]`."""
         ragged = self._ragged
         assert ragged is not None, "a pass was not begun"
+        assert self._varlen is not None, "a call that is unserved"
         k_SKD, v_SKD = k_KTD.transpose(0, 1), v_KTD.transpose(0, 1)
         if ragged.sources is not None:
             block_S, position_S = ragged.sources
@@ -126,11 +132,27 @@ class VarlenPrefill:
         )
 
 
-def torch_varlen() -> Varlen:
-    """Return torch's function; from 2.12 on it wants to be told of heads that share keys."""
-    from torch.nn.attention.varlen import varlen_attn
+def torch_varlen() -> tuple[Varlen | None, str | None]:
+    """Return torch's function in the form that is called here, or why there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return None, f"torch {torch.__version__} has no varlen_attn: {error}"
+    return adapted(varlen_attn)
 
-    shares = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+def adapted(varlen_attn: Varlen) -> tuple[Varlen | None, str | None]:
+    """Adapt torch's function, or say why it is not one of those known: 2.11 to 2.14.
+
+    From 2.12 on it wants to be told of heads that share keys; 2.11 sees that by itself. Its block
+    table and lengths on the device, also of 2.12, stay unused: keys are gathered.
+    """
+    parameters = inspect.signature(varlen_attn).parameters
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    if required != _POSITIONAL or not parameters.keys() >= _NAMED:
+        signature = f"varlen_attn({', '.join(parameters)})"
+        return None, f"torch {torch.__version__} has an unknown {signature}"
+    shares = "enable_gqa" in parameters
 
     def varlen(
         q_THD: torch.Tensor, k_SKD: torch.Tensor, *rest: object, **more: object
@@ -139,7 +161,7 @@ def torch_varlen() -> Varlen:
             more["enable_gqa"] = q_THD.shape[1] != k_SKD.shape[1]
         return varlen_attn(q_THD, k_SKD, *rest, **more)
 
-    return varlen
+    return varlen, None
 
 
 def _refusal(dtype: torch.dtype, device: torch.device) -> str | None:
