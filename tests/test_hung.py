@@ -53,7 +53,8 @@ def parts(world):
 
 
 def test_a_step_that_hangs_ends_the_worker_and_a_rerun_loses_nothing(world, reference):
-    limit = ("--set", "batching.max_step=500ms")
+    # a hundred times what a step takes, also where others keep the machine busy
+    limit = ("--set", "batching.max_step=3s")
     code, said, took_s = run(world, *limit, killer=KILLER, death="hang")
     assert code == ExitCode.INFRASTRUCTURE, said
     # the limit and a start, far from the ten minutes of the step
@@ -61,13 +62,13 @@ def test_a_step_that_hangs_ends_the_worker_and_a_rerun_loses_nothing(world, refe
     error, hint = said.splitlines()
     assert re.fullmatch(
         r"error: step \d+ \(\d+ single tokens, \d+ of prompts, 0 swapped blocks; row .*\)"
-        r" has taken \d+\.\d s, more than the 0\.5 s of batching\.max_step; it is in _die, .*",
+        r" has taken \d+\.\d s, more than the 3\.0 s of batching\.max_step; it is in _die, .*",
         error,
     )
     assert hint.startswith("hint: run again: nothing committed is lost")
     assert error.removeprefix("error: ") in (world.folder / "run/log.txt").read_text()
     assert parts(world), "nothing was committed before"
-    code, said, _ = run(world, *limit)
+    code, said, _ = run(world)
     assert code == ExitCode.OK, said
     assert world.results() == reference
     assert world.problems() == []
@@ -90,9 +91,10 @@ def test_a_device_that_is_lost_is_not_waited_for_and_what_it_gave_is_saved(world
     assert world.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_every_time_ends_as_an_error_row(world):
     """Reruns set it apart as they do with one that kills its worker."""
-    limit = ("--set", "batching.max_step=200ms", "--limit", "6")
+    limit = ("--set", "batching.max_step=2s", "--limit", "6")
     for _ in range(20):
         code, said, _ = run(world, *limit, killer=3, death="hang")
         if code != ExitCode.INFRASTRUCTURE:
