@@ -13,7 +13,8 @@ from typing import TypeVar
 import click
 
 from jobrunner.console.printable import printable
-from jobrunner.errors import ExitCode, JobError
+from jobrunner.errors import ExitCode, HungError, JobError
+from jobrunner.leaving import leave_at_once
 
 Command = TypeVar("Command", bound=Callable[..., int])
 
@@ -324,6 +325,9 @@ def main() -> None:
     except JobError as error:
         _say(str(error), error.hint)
         code = error.exit_code
+        if isinstance(error, HungError):
+            # exit handlers would wait for the device
+            leave_at_once(code)
     except OSError as error:
         _say(str(error), "mend it, then run the same command again: nothing committed is lost")
         code = ExitCode.INFRASTRUCTURE

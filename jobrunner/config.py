@@ -44,6 +44,10 @@ def _duration(value: object) -> float:
     return _quantity(value, DURATION_UNITS, '"30s"')
 
 
+def _auto_or_duration(value: object) -> object:
+    return value if value == "auto" else _duration(value)
+
+
 def _size(value: object) -> object:
     """Bytes from `"8GiB"`; a number of bytes from Python and "auto" pass through."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool)):
@@ -106,6 +110,10 @@ Delay = Annotated[
     float,
     BeforeValidator(_duration, json_schema_input_type=DurationText),
     Field(ge=0, le=TEN_YEARS_S),
+]
+AutoDuration = Annotated[
+    Literal["auto"] | Annotated[float, Field(gt=0, le=TEN_YEARS_S)],
+    BeforeValidator(_auto_or_duration, json_schema_input_type=Literal["auto"] | DurationText),
 ]
 Size = Annotated[
     Annotated[int, Field(ge=1)] | Literal["auto"],
@@ -287,6 +295,7 @@ class BatchingTable(Table):
     preferred_batch_size: Positive | None = None
     max_queue_delay: Delay = 0.0
     schedule_every: Positive = 1
+    max_step: AutoDuration = "auto"
 
     @model_validator(mode="after")
     def _every_sequence_gets_a_token(self) -> BatchingTable:
@@ -410,7 +419,6 @@ SLURM_LEAST_S = 120.0
 
 NOT_YET: dict[str, frozenset[str]] = {
     "model": frozenset({"allow_unsafe_weights"}),
-    "batching": frozenset("max_step".split()),
 }
 
 

@@ -52,6 +52,10 @@ class InfrastructureError(JobError):
     exit_code = ExitCode.INFRASTRUCTURE
 
 
+class HungError(InfrastructureError):
+    """A device does not come to an end: this process must end without waiting for it."""
+
+
 class TooManyErrorsError(JobError):
     """More rows are errors than `errors.max_rate` or `errors.max_count` allow."""
 

@@ -48,7 +48,7 @@ from jobrunner.data.suspects import Flight, Suspects, discard_dead_flights
 from jobrunner.deadline import Deadline
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
-from jobrunner.errors import ConfigError, ExitCode, InfrastructureError
+from jobrunner.errors import ConfigError, ExitCode, HungError, InfrastructureError
 from jobrunner.finished import finished_progress, remember_finished
 from jobrunner.guard import Guard
 from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
@@ -203,7 +203,7 @@ def _work(
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, suspects, reader, stats, stop)
         feed = Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted)
-        with _frozen(), feed, flight:
+        with _frozen(), feed, flight, _saving_what_was_there(engine, ledger):
             guard = Guard(feed, ledger, flight, suspects)
 
             def take_back() -> None:
@@ -259,6 +259,16 @@ def _frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _saving_what_was_there(engine: Engine, ledger: Ledger) -> Iterator[None]:
+    """Save what a device gave before it hung."""
+    try:
+        yield
+    except HungError:
+        ledger.checkpoint(engine.partials())
+        raise
 
 
 def _turns(engine: Engine, guard: Guard, requests: Requests) -> Iterator[Step]:

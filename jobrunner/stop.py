@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from jobrunner.errors import ExitCode
+from jobrunner.leaving import leave_at_once
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -102,10 +102,8 @@ class Stop:
 
 
 def _cut_off(grace_s: float) -> None:
-    show_cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
-    sys.stderr.write(
-        f"{show_cursor}stopped: not done within the grace time of {grace_s:g} s;"
-        " the same command goes on from the last checkpoint\n"
+    leave_at_once(
+        ExitCode.RUN_AGAIN,
+        f"stopped: not done within the grace time of {grace_s:g} s;"
+        " the same command goes on from the last checkpoint\n",
     )
-    sys.stderr.flush()
-    os._exit(ExitCode.RUN_AGAIN)

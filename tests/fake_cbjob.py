@@ -1,11 +1,13 @@
 """`cbjob` with the fake model, for tests with processes of their own. Never imports torch.
 
 What the model does to its process is said in CBJOB_FAKE, as JSON: `step_s` a step takes, `killer`
-an index of a row, or "start", and `death` what happens then: the name of a signal, or "raise".
+an index of a row, or "start", and `death` what happens then: the name of a signal, "raise",
+"hang", or "lost": the device does not answer, and exit handlers wait for it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ from jobrunner.commands import workers
 from jobrunner.config import Settings
 from jobrunner.data.prompts import tokenizer
 from jobrunner.engine.plan import Plan
+from jobrunner.errors import HungError
 from jobrunner.opening import Job
 from jobrunner.records import Engine
 from tests.world import END, fake_engine
@@ -82,6 +85,11 @@ class FakeTokenizer:
 def _die(how: str) -> None:
     if how == "raise":
         raise RuntimeError("the fake model broke")
+    if how == "hang":
+        time.sleep(600)
+    if how == "lost":
+        atexit.register(time.sleep, 600)
+        raise HungError("the fake device is lost", hint="run again")
     os.kill(os.getpid(), signal.Signals[how])
 
 

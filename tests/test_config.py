@@ -117,6 +117,20 @@ def test_a_missing_job_file_is_said_in_words(tmp_path):
         load_settings(tmp_path)
 
 
+@pytest.mark.parametrize(("said", "seconds"), [("auto", "auto"), ("90s", 90), ("2m", 120)])
+def test_the_longest_step_is_a_duration_or_auto(job, said, seconds):
+    settings = load_settings(job(SMALL), [f"batching.max_step={said}"])
+    assert settings.batching.max_step == seconds
+    assert load_settings(job(SMALL)).batching.max_step == "auto"
+
+
+@pytest.mark.parametrize("said", ["0s", "-1s", "5", "true", "never"])
+def test_a_wrong_longest_step_is_refused(job, said):
+    with pytest.raises(ConfigError, match="1 problem") as raised:
+        load_settings(job(SMALL), [f"batching.max_step={said}"])
+    assert "`batching.max_step`" in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("table", "key"), [(table, key) for table, keys in NOT_YET.items() for key in sorted(keys)]
 )

@@ -7,13 +7,14 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "jobrunner"
 FILES = sorted(PACKAGE.rglob("*.py"))
-SHARED = {"records", "errors", "config", "user_cache", "cores"}
+SHARED = {"records", "errors", "config", "user_cache", "cores", "leaving"}
 FOLDERS = ("data", "engine", "console", "simulate", "cluster")
 # the simulator drives the scheduler
 MAY_IMPORT = {"simulate": {"engine"}}
 NO_TORCH = (
     *("strategies", "scheduler", "admission", "policies", "blocks", "sequence", "stopping"),
     *("draws", "repetition", "memory", "weights", "plan", "running", "holding", "pace"),
+    "watchdog",
 )
 
 

@@ -21,6 +21,7 @@ from jobrunner.engine.engine import Engine
 from jobrunner.engine.plan import Plan
 from jobrunner.engine.policies import Policy
 from jobrunner.engine.scheduler import Limits, Scheduler
+from jobrunner.engine.watchdog import step_limit, watchdog
 from jobrunner.job import Summary
 from jobrunner.jobfile import load_settings
 from jobrunner.opening import Job
@@ -77,7 +78,8 @@ def fake_engine(
             before_plan=before_plan,
         )
         scheduler = Scheduler(Blocks(blocks, 8), limits, job.prompts.open_text, policy=policy)
-        return Engine(scheduler, runner)
+        limit = step_limit(job.settings.batching.max_step, "cpu")
+        return Engine(scheduler, runner, watchdog=watchdog(limit, ahead=False))
 
     return open_engine
 

@@ -104,6 +104,8 @@ KEYS: Mapping[str, Mapping[str, str]] = {
         "needs max_queue_delay",
         "max_queue_delay": "let no row wait for longer than this to be gathered",
         "schedule_every": "steps between decisions about the batch size",
+        "max_step": "a step that takes longer ends the worker with exit code 74: "
+        "auto is five minutes, on a CPU and a second for each token of it",
     },
     "checkpoint": {
         "every": "how often finished rows and rows in flight are saved",

@@ -22,7 +22,7 @@ from typing import IO, Any, Self
 
 from jobrunner.data.claims import Identity
 from jobrunner.data.layout import RunDirectory, files_in, make_folder, remove
-from jobrunner.errors import JobError
+from jobrunner.errors import HungError, JobError
 from jobrunner.records import RowId
 
 CRASH, SILENT = 3, 1
@@ -85,7 +85,10 @@ class Flight:
     ) -> None:
         expected = kind is None or not issubclass(kind, Exception)
         try:
-            if kind is not None and not expected and not issubclass(kind, JobError | OSError):
+            if kind is not None and issubclass(kind, HungError):
+                # one of these rows may be why: it looks like a worker that was killed
+                pass
+            elif kind is not None and not expected and not issubclass(kind, JobError | OSError):
                 self._write([["!"]])
             else:
                 remove([self._path])

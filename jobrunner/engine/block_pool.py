@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
+from jobrunner.engine.devices import to_device
 from jobrunner.engine.kv import AttentionCall, KvPool, runs, zeros
 
 # blocks smaller than this are collected first: a copy of its own costs more than the detour
@@ -110,7 +112,7 @@ class BlockPool(KvPool):
         return views[::2], views[1::2]
 
     def _numbers(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, device=self._pool_NE.device)
+        return to_device(np.array(numbers, np.int64), self._pool_NE.device)
 
 
 def shared_runs(blocks: Sequence[int], places: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -95,6 +95,19 @@ def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def device_state(device: torch.device) -> str:
+    """Say what is known of a device without asking it anything: it may not answer."""
+    if device.type != "cuda":
+        return f"the device is `{device.type}`"
+    counts = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    used, held = (f"{count / 2**30:,.1f} GiB" for count in counts)
+    properties = torch.cuda.get_device_properties(device)
+    return (
+        f"the device is {properties.name} with {properties.total_memory / 2**30:,.1f} GiB,"
+        f" {used} in use and {held} held"
+    )
+
+
 def _checkpoint_dtype(config: PretrainedConfig) -> tuple[str, str]:
     name = str(config.dtype).removeprefix("torch.")
     if name in DTYPES:

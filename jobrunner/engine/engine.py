@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +21,7 @@ from jobrunner.engine.scheduler import Scheduler
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.shortage import Shortage
 from jobrunner.engine.tuning import Tuning
+from jobrunner.engine.watchdog import Watchdog
 from jobrunner.records import Completion, Partial, Request, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
@@ -93,6 +95,7 @@ class Engine:
         *,
         duplicates: Duplicates | None = None,
         tuning: Tuning | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._ahead = isinstance(runner, AheadRunner) and runner.ahead
@@ -105,13 +108,19 @@ class Engine:
         # a plan that there was no memory for, as long as nothing smaller is launched
         self._shortage: Shortage | None = None
         self._shortages = 0
+        self._watchdog = watchdog
 
     def run(self, requests: Requests) -> Iterator[Step]:
         """Serve requests until they are exhausted and all are complete.
 
         An idle step is yielded when there is nothing to compute yet. What the runner raises
-        passes through, OutOfMemoryError only where a step cannot be smaller.
+        passes through, OutOfMemoryError only where a step cannot be smaller; a step that takes too
+        long ends the process.
         """
+        with self._watchdog.on_guard() if self._watchdog else nullcontext():
+            yield from self._serve(requests)
+
+    def _serve(self, requests: Requests) -> Iterator[Step]:
         scheduler = self._scheduler
         while True:
             started = self._clock()
@@ -206,12 +215,13 @@ class Engine:
         """Launch a plan, or withdraw it where there is no memory for it."""
         launched_at = self._clock()
         try:
-            pending = self._launch(plan) if works else _Ready(Drawn())
+            with self._watching(plan):
+                pending = self._launch(plan) if works else _Ready(Drawn())
         except OutOfMemoryError as error:
             self._shortage = Shortage(plan.tokens, len(plan))
             if self._shortage.final:
                 raise
-            self._scheduler.withdraw(plan, error.copied)
+            self._scheduler.take_back(plan, error.copied)
             return
         if self._ahead and works:
             self._scheduler.launched(plan)
@@ -221,7 +231,8 @@ class Engine:
     def _land(self, complete: list[Completion], started: float) -> Step:
         """Book the plan that was launched first."""
         flight = self._flights.popleft()
-        drawn = flight.pending.collect()
+        with self._watching(flight.plan):
+            drawn = flight.pending.collect()
         finished = self._clock()
         # the device began with it when it had it, and was done with the one before
         forward_s = finished - max(flight.launched_at, self._collected_at)
@@ -241,6 +252,9 @@ class Engine:
             forward_s=forward_s,
             swap_s=drawn.copy_s,
         )
+
+    def _watching(self, plan: Plan) -> AbstractContextManager[None]:
+        return self._watchdog.watching(plan) if self._watchdog else nullcontext()
 
     def _report(
         self,

@@ -19,6 +19,7 @@ import torch
 
 from jobrunner.engine.attention.device_paged import DecodeTables
 from jobrunner.engine.attention.hook import Singles
+from jobrunner.engine.streams import Lane, Mark, Streams, streams_of, wait_for
 
 log = logging.getLogger("cbjob")
 
@@ -97,6 +98,7 @@ class DecodeGraphs:
         longest: int,
         block_size: int,
         trash_block: int,
+        streams: Streams | None = None,
     ) -> None:
         self._step = step
         self._record = record
@@ -107,7 +109,8 @@ class DecodeGraphs:
         self._width = -(-longest // block_size)
         self._numbers = torch.zeros(_COLUMNS, most, dtype=torch.long, device=device)
         self._table = torch.zeros(most, self._width, dtype=torch.int32, device=device)
-        self._sets = [_HostSet(most, self._width, device) for _ in range(_SETS)]
+        streams = streams or streams_of(device)
+        self._sets = [_HostSet(most, self._width, device, streams) for _ in range(_SETS)]
         self._turn = 0
         self._replays: dict[int, Replay] = {}
         self._cannot_record = False
@@ -204,21 +207,21 @@ class DecodeGraphs:
 class _HostSet:
     """Memory of the host that a copy to the device reads; free again once that has happened."""
 
-    def __init__(self, most: int, width: int, device: torch.device) -> None:
+    def __init__(self, most: int, width: int, device: torch.device, streams: Streams) -> None:
         on_gpu = device.type == "cuda"
         self.pinned_numbers = torch.zeros(_COLUMNS, most, dtype=torch.long, pin_memory=on_gpu)
         self.pinned_table = torch.zeros(most, width, dtype=torch.int32, pin_memory=on_gpu)
         self.numbers: Numbers = self.pinned_numbers.numpy()
         self.table: Numbers = self.pinned_table.numpy()
-        self._event = torch.cuda.Event() if on_gpu else None
+        self._streams = streams
+        self._read_until: Mark | None = None
 
     def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._read_until is not None:
+            wait_for(self._read_until)
 
     def sent(self) -> None:
-        if self._event is not None:
-            self._event.record()
+        self._read_until = self._streams.mark(Lane.COMPUTE)
 
 
 def batch_sizes(most: int) -> Sequence[int]:

@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from jobrunner.engine.device_memory import DeviceMemory
-from jobrunner.engine.engine import Pending
 from jobrunner.engine.graphs import batch_sizes
 from jobrunner.engine.plan import Chunk, Decodes, Drawn, Plan
 from jobrunner.engine.scheduler import Limits
@@ -34,8 +33,6 @@ class Runner(Protocol):
 
     def run(self, plan: Plan) -> Drawn: ...
 
-    def launch(self, plan: Plan) -> Pending: ...
-
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
@@ -53,13 +50,14 @@ def measure(
     block_size: int,
     *,
     decodes: bool,
+    recorder: Runner | None = None,
     recorded_rows: int = 0,
     logit_bytes: int = 0,
 ) -> StepMemory:
     """Run the largest steps under these limits, of sequences of up to `longest` tokens.
 
     `decodes`: full batches of the longest contexts too, which memory can only hold where the
-    attention reads them in place. Steps of up to `recorded_rows` are recorded, if any, and keep
+    attention reads them in place. Steps of up to `recorded_rows` are recorded by `recorder`, if any, and keep
     `logit_bytes` for each row. Raises OutOfMemoryError where there is not even memory for them.
     """
     rows = min(limits.max_batch_size, limits.token_budget)
@@ -75,12 +73,12 @@ def measure(
     for plan in plans:
         runner.run(plan)
     step = max(0, memory.peak() - before)
-    if not recorded_rows:
+    if recorder is None:
         return StepMemory(step)
     memory.give_back()
     before = memory.reserved()
     # it is recorded when it is first run
-    runner.launch(_decodes(recorded_rows, longest, block_size)).collect()
+    recorder.run(_decodes(recorded_rows, longest, block_size))
     memory.give_back()
     recorded = max(0, memory.reserved() - before)
     return StepMemory(step, recorded + smaller_graphs(recorded_rows, logit_bytes))

@@ -48,12 +48,14 @@ from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.skeleton import calls_without_weights, usual_calls
 from jobrunner.engine.stopping import OpenText
 from jobrunner.engine.strategies import make_scheduler
+from jobrunner.engine.streams import Lane, streams_of, wait_for
 from jobrunner.engine.support import (
     check_supported,
     read_config,
     resolve_max_model_len,
 )
 from jobrunner.engine.tuning import Automatic, Tuning, largest
+from jobrunner.engine.watchdog import step_limit, watchdog
 from jobrunner.engine.weights import Weights, read_weights
 from jobrunner.errors import ModelError
 
@@ -420,8 +422,12 @@ def build_engine(
     )
     most, longest = limits.max_batch_size, placed.info.max_model_len
     recorded = _graph_settings(placed.attention, model.device, most, longest) if graphs else None
-    runner = TransformersRunner(model, placed.attention, model.device, pool, graphs=recorded)
-    return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning)
+    limit = step_limit(rules.max_step, model.device.type)
+    runner = TransformersRunner(
+        model, placed.attention, model.device, pool, graphs=recorded, limit=limit
+    )
+    dog = watchdog(limit, ahead=runner.ahead)
+    return Engine(scheduler, runner, duplicates=duplicates, tuning=tuning, watchdog=dog)
 
 
 def _graph_settings(
@@ -467,10 +473,13 @@ def _costs(pool: KvPool, host_blocks: int) -> Costs:
     places = list(range(count))
     # the first time also pays for memory that was never touched
     pool.swap_out(places, places)
-    started = time.perf_counter()
+    streams = streams_of(pool.keys[0].device)
+    begun = streams.mark(Lane.COMPUTE)
     pool.swap_out(places, places)
     pool.swap_in(places, places)
-    return Costs((time.perf_counter() - started) / (2 * count))
+    done = streams.mark(Lane.COMPUTE)
+    wait_for(done)
+    return Costs(done.since(begun) / (2 * count))
 
 
 def estimate_kv_blocks(
@@ -554,13 +563,15 @@ def _largest_step(
     attention = backend.make_attention(pool, model.device)
     attach(model, attention)
     graphs = _graph_settings(attention, model.device, limits.max_batch_size, longest)
+    runner = partial(TransformersRunner, model, attention, model.device, pool)
     return measure(
-        TransformersRunner(model, attention, model.device, pool, graphs=graphs),
+        runner(),
         memory,
         most,
         longest,
         block_size,
         decodes=isinstance(attention, DevicePagedAttention),
+        recorder=None if graphs is None else runner(graphs=graphs),
         recorded_rows=0 if graphs is None else graphs.most,
         logit_bytes=proven.info.logit_bytes,
     )

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from jobrunner.engine.devices import to_device
 from jobrunner.records import TokenLogprob
 
 # rows looked at together: bounds the copies of the logits
@@ -42,34 +44,29 @@ class Looked:
         )
 
 
-def token_logprobs(
-    logits_BV: torch.Tensor, tokens: Sequence[int], wanted: Sequence[int | None]
-) -> list[TokenLogprob | None]:
-    """Give each row's token its log-probability, and so many of the likeliest ones as wanted.
-
-    Natural logarithms of the softmax of these logits, in float32; -inf where there is no chance.
-    None for a row that wants none; no list at all where no row wants any.
-    """
-    tokens_B = torch.tensor(tokens, device=logits_BV.device)
-    return read(look(logits_BV, tokens_B, wanted), len(tokens))
-
-
 def look(
     logits_BV: torch.Tensor, tokens_B: torch.Tensor, wanted: Sequence[int | None]
 ) -> list[Looked]:
-    """Find what `token_logprobs` tells, without waiting for the device."""
+    """Find the log-probability of each row's token, and so many of the likeliest as it wants.
+
+    Natural logarithms of the softmax of these logits, in float32; -inf where there is no chance.
+    None wants none. Does not wait for the device.
+    """
     rows = [row for row, count in enumerate(wanted) if count is not None]
     found = []
     for first in range(0, len(rows), _ROWS_AT_ONCE):
         some = rows[first : first + _ROWS_AT_ONCE]
-        rows_L = torch.tensor(some, device=logits_BV.device)
+        rows_L = to_device(np.array(some), logits_BV.device)
         counts = [wanted[row] or 0 for row in some]
         found.append(_look(some, counts, logits_BV[rows_L].float(), tokens_B[rows_L]))
     return found
 
 
 def read(looked: Sequence[Looked], row_count: int) -> list[TokenLogprob | None]:
-    """Read what was found: one for each of so many rows, or nothing at all."""
+    """Read what was found: one for each of so many rows, None for one that wants none.
+
+    No list at all where no row wants any.
+    """
     if not looked:
         return []
     found: list[TokenLogprob | None] = [None] * row_count

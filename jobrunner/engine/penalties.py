@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from jobrunner.engine.devices import to_device
 from jobrunner.engine.draws import Draw
 
 _MOST = torch.finfo(torch.float32).max
@@ -72,18 +74,17 @@ def _places(
 
     Tokens that the logits have no place for are left out: such an index would end the device.
     """
-    lengths = torch.tensor([len(each) for each in tokens])
-    places_3P = torch.stack(
+    places_3P = np.stack(
         [
-            torch.tensor(rows).repeat_interleave(lengths),
-            torch.cat([torch.frombuffer(each, dtype=torch.int64) for each in tokens]),
-            torch.cat([torch.frombuffer(each, dtype=torch.int64) for each in numbers]),
+            np.repeat(np.array(rows, np.int64), [len(each) for each in tokens]),
+            np.concatenate([np.frombuffer(each, np.int64) for each in tokens]),
+            np.concatenate([np.frombuffer(each, np.int64) for each in numbers]),
         ]
     )
-    places_3P = places_3P[:, places_3P[1] < logits_SV.shape[1]].to(logits_SV.device)
-    rows_P, tokens_P, numbers_P = places_3P.unbind()
+    places_3P = places_3P[:, places_3P[1] < logits_SV.shape[1]]
+    rows_P, tokens_P, numbers_P = to_device(places_3P, logits_SV.device).unbind()
     return rows_P, tokens_P, numbers_P
 
 
 def _tensor(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)
+    return to_device(np.array(values, np.float64), like.device)

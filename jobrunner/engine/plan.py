@@ -76,6 +76,7 @@ class Plan:
 
     `copies` between device and host memory are carried out before, in their order. `padding` more
     single tokens are computed for nothing, for the finished rows of a batch that keep their place.
+    `number` counts the plans of a scheduler that say something to do, from 1.
     """
 
     decodes: Decodes = field(default_factory=Decodes)
@@ -85,6 +86,7 @@ class Plan:
     tokens_cached: int = 0
     copies: Seq[Copy] = ()
     padding: int = 0
+    number: int = 0
 
     def __len__(self) -> int:
         """How many sequences it computes something of."""

@@ -7,8 +7,8 @@ logits, V vocabulary.
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +19,18 @@ import torch
 from jobrunner.engine.attention.device_paged import DevicePagedAttention
 from jobrunner.engine.attention.hook import Attention, Piece, Singles
 from jobrunner.engine.block_pool import BlockPool
-from jobrunner.engine.devices import to_device
+from jobrunner.engine.copies import Copied, Copies
+from jobrunner.engine.devices import device_state
 from jobrunner.engine.graphs import DecodeGraphs, Record, StepInputs, StepOutputs
+from jobrunner.engine.inputs import InputSets, TakesInputs
 from jobrunner.engine.kv import KvPool
-from jobrunner.engine.logprobs import Looked, look, read, token_logprobs
+from jobrunner.engine.logprobs import Looked, look, read
 from jobrunner.engine.plan import Drawn, OutOfMemoryError, Plan
 from jobrunner.engine.sampler import likeliest, sample_on_device
+from jobrunner.engine.streams import Lane, Mark, Streams, streams_of, wait_for
 from jobrunner.engine.swap import Copy
-from jobrunner.errors import InfrastructureError
+from jobrunner.engine.watchdog import STEP_HINT, Patience, StepLimit, words_of
+from jobrunner.errors import HungError, InfrastructureError
 
 Numbers = np.ndarray
 
@@ -35,6 +39,7 @@ Numbers = np.ndarray
 _NO_MEMORY = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
 # more than any batch has
 _MOST_DRAWN = 1 << 16
+_UNLIMITED = StepLimit(math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +104,22 @@ def pack(plan: Plan) -> Packed:
     )
 
 
+def used_blocks(packed: Packed | None, block_size: int) -> Numbers:
+    """The blocks that a forward pass reads or writes, in no order."""
+    if packed is None:
+        return np.zeros(0, np.int64)
+    singles = packed.singles
+    table = singles.table[singles.rows]
+    held = np.arange(table.shape[1]) * block_size < singles.lengths[:, None]
+    return np.concatenate([table[held], *(np.array(piece.blocks) for piece in packed.pieces)])
+
+
 class TransformersRunner:
     """Runs plans on a model to which `attention` is attached; copies within `pool`.
 
     `ahead` where the device computes beside the host: then a plan may be launched that goes on
-    with tokens which are still on the device.
+    with tokens which are still on the device. Where a step takes longer than `limit`, HungError
+    is raised.
     """
 
     def __init__(
@@ -115,59 +131,59 @@ class TransformersRunner:
         *,
         ahead: bool | None = None,
         graphs: GraphSettings | None = None,
+        limit: StepLimit = _UNLIMITED,
+        streams: Streams | None = None,
     ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._device = device
+        self._limit = limit
+        self._streams = streams or streams_of(device)
+        self._copies = None if pool is None else Copies(pool, self._streams)
+        self._inputs = InputSets(device, self._streams)
+        if isinstance(attention, TakesInputs):
+            attention.take_inputs(self._inputs.put)
         self.ahead = device.type == "cuda" if ahead is None else ahead
         # by the launch before; stays where it is, because graphs read it
         self._drawn_B = torch.zeros(_MOST_DRAWN, dtype=torch.int64, device=device)
         self._graphs = None if graphs is None else self._decode_graphs(graphs)
-        # of the copies of the latest plan
-        self._copied = 0
         self._ran_out = False
 
     def run(self, plan: Plan) -> Drawn:
         """Return one sampled token per sampling chunk, in the order of the plan."""
-        draws = plan.draws()
-        wanted = [draw.sampling.logprobs if draw else None for draw in draws]
-        # a device tells of its failures when it is next waited for, here or there
-        with _device_failures(), self._memory_for_a_plan():
-            copy_s = self._copy(plan.copies)
-            if not len(plan):
-                return Drawn(copy_s=copy_s)
-            started = time.perf_counter()
-            logits_BV = self.logits(pack(plan))[: len(draws)]
-            likeliest_B = likeliest(logits_BV)
-            _check_finite(finite(logits_BV, likeliest_B), plan)
-            tokens: list[int] = sample_on_device(logits_BV, draws, likeliest_B).tolist()
-            logprobs = token_logprobs(logits_BV, tokens, wanted)
-            return Drawn(tokens, logprobs, copy_s, time.perf_counter() - started)
+        return self.launch(plan).collect()
 
     def launch(self, plan: Plan) -> Launched:
-        """Begin with a plan; the tokens that it draws stay on the device for the next one."""
+        """Begin with a plan; the tokens that it draws stay on the device for the next one.
+
+        Waits for nothing that the device does.
+        """
         draws = plan.draws()
         wanted = [draw.sampling.logprobs if draw else None for draw in draws]
-        with _device_failures(), self._memory_for_a_plan():
-            copy_s = self._copy(plan.copies)
-            begun = _Moment(self._device)
-            if not len(plan):
-                return Launched(plan, copy_s, begun, begun)
-            out = self._compute(pack(plan)).first(len(draws))
+        packed = pack(plan) if len(plan) else None
+        # a device tells of its failures when it is next waited for, here or there
+        with _device_failures(), self._memory_for_a_plan(), self._inputs.launch():
+            copied = self._copy(plan.copies, packed)
+            if packed is None:
+                return Launched(plan, self._device, self._await, copied=copied)
+            begun = self._streams.mark(Lane.COMPUTE)
+            out = self._compute(packed).first(len(draws))
             # logits that are not finite may lead past the vocabulary, and stop all before they tell
             most = out.logits.shape[1] - 1
             tokens_B = sample_on_device(out.logits, draws, out.tokens).clamp(max=most)
             self._remember(tokens_B)
             return Launched(
                 plan,
-                copy_s,
-                begun,
+                self._device,
+                self._await,
+                copied=copied,
+                begun=begun,
                 # the next step of this size writes to the same tensors
                 tokens=tokens_B.to("cpu", non_blocking=True, copy=True),
                 finite=out.finite.to("cpu", non_blocking=True, copy=True),
                 looked=[some.to_host() for some in look(out.logits, tokens_B, wanted)],
-                done=_Moment(self._device),
+                done=self._streams.mark(Lane.COMPUTE),
             )
 
     def _compute(self, packed: Packed) -> StepOutputs:
@@ -193,6 +209,7 @@ class TransformersRunner:
             longest=settings.longest,
             block_size=self._pool.block_size,
             trash_block=self._pool.trash_block,
+            streams=self._streams,
         )
 
     def _step(self, attention: DevicePagedAttention, inputs: StepInputs) -> StepOutputs:
@@ -227,19 +244,17 @@ class TransformersRunner:
             ).logits
             return logits_1BV[0]
 
-    def _copy(self, copies: Sequence[Copy]) -> float:
-        """Swap blocks in the order of the plan; return the seconds that this took."""
-        if not copies:
-            return 0.0
-        assert self._pool is not None, "a plan has copies, the runner has no pool to copy in"
-        self._wait()
-        started = time.perf_counter()
-        for copy in copies:
-            swap = self._pool.swap_out if copy.out else self._pool.swap_in
-            swap(copy.device_blocks, copy.host_blocks)
-            self._copied += 1
-        self._wait()
-        return time.perf_counter() - started
+    def _copy(self, copies: Sequence[Copy], packed: Packed | None) -> Copied | None:
+        """Begin to swap blocks, and let what is computed next wait for those that it uses."""
+        if self._copies is None:
+            assert not copies, "a plan has copies, the runner has no pool to copy in"
+            return None
+        if not copies and self._copies.idle:
+            return None
+        used = used_blocks(packed, self._copies.block_size)
+        copied = self._copies.begin(copies, used) if copies else None
+        self._copies.hold_for(used)
+        return copied
 
     @contextmanager
     def _memory_for_a_plan(self) -> Iterator[None]:
@@ -247,10 +262,12 @@ class TransformersRunner:
 
         What the failed plan held is only free when nobody looks at its error any more.
         """
-        self._copied = 0
+        if self._copies is not None:
+            self._copies.carried_out = 0
         if self._ran_out:
             # the part of it that was launched may still write
-            self._wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
             gc.collect()
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -261,11 +278,18 @@ class TransformersRunner:
             if not _lacks_memory(error):
                 raise
             self._ran_out = True
-            raise OutOfMemoryError(str(error), copied=self._copied) from error
+            copied = 0 if self._copies is None else self._copies.carried_out
+            raise OutOfMemoryError(str(error), copied=copied) from error
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    def _await(self, mark: Mark, plan: Plan) -> None:
+        """Wait until the device has passed a mark in the work on a plan, but not for ever."""
+        patience = Patience(self._limit.of(plan))
+        if not wait_for(mark, patience):
+            raise HungError(
+                f"{words_of(plan)} is not done after {patience.waited_s:,.1f} s, more than"
+                f" batching.max_step; {device_state(self._device)}",
+                hint=STEP_HINT,
+            )
 
     def _tokens(self, packed: Packed) -> torch.Tensor:
         tokens_1T = self._numbers(packed.tokens).unsqueeze(0)
@@ -275,51 +299,40 @@ class TransformersRunner:
         return tokens_1T.index_copy(1, places_F, self._drawn_B[drawn_at_F].unsqueeze(0))
 
     def _numbers(self, numbers: Numbers) -> torch.Tensor:
-        return to_device(numbers, self._device)
-
-
-class _Moment:
-    """A point in the work of a device, and when it got there."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._at_s = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def since(self, earlier: _Moment) -> float:
-        """Seconds of the device's time, which must have got to both."""
-        if self._event is None or earlier._event is None:
-            return self._at_s - earlier._at_s
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
+        return self._inputs.put(numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a device is computing, and where on the host it will be: `tokens`, `finite`, `[B]`."""
+    """What a device is computing, and where on the host it will be: `tokens`, `finite`, `[B]`.
+
+    `wait` waits for a mark in its work on the plan.
+    """
 
     plan: Plan
-    copy_s: float
-    begun: _Moment
-    done: _Moment
+    device: torch.device
+    wait: Callable[[Mark, Plan], None]
+    copied: Copied | None = None
+    begun: Mark | None = None
+    done: Mark | None = None
     tokens: torch.Tensor | None = None
     finite: torch.Tensor | None = None
     looked: Sequence[Looked] = ()
 
     def collect(self) -> Drawn:
         """Wait for it; return one sampled token per sampling chunk, in the order of the plan."""
-        if self.tokens is None or self.finite is None:
-            return Drawn(copy_s=self.copy_s)
         with _device_failures():
-            self.done.wait()
-            _check_finite(self.finite, self.plan)
+            copy_s = 0.0
+            if self.copied is not None:
+                self.wait(self.copied.done, self.plan)
+                copy_s = self.copied.seconds
+            if self.begun is None or self.done is None or self.tokens is None:
+                return Drawn(copy_s=copy_s)
+            self.wait(self.done, self.plan)
+            assert self.finite is not None, "a step that draws tells whether it may"
+            _check_finite(self.finite, self.plan, self.device)
             logprobs = read(self.looked, len(self.tokens))
-            return Drawn(self.tokens.tolist(), logprobs, self.copy_s, self.done.since(self.begun))
+            return Drawn(self.tokens.tolist(), logprobs, copy_s, self.done.since(self.begun))
 
 
 @contextmanager
@@ -349,7 +362,7 @@ def finite(logits_BV: torch.Tensor, likeliest_B: torch.Tensor) -> torch.Tensor:
     return logits_BV.gather(1, likeliest_B.unsqueeze(1)).squeeze(1).isfinite()
 
 
-def _check_finite(finite_B: torch.Tensor, plan: Plan) -> None:
+def _check_finite(finite_B: torch.Tensor, plan: Plan, device: torch.device) -> None:
     """Stop before a token from nothing is booked: what is not finite spreads in the KV pool."""
     if bool(finite_B.all()):
         return
@@ -357,6 +370,7 @@ def _check_finite(finite_B: torch.Tensor, plan: Plan) -> None:
     sampling = plan.sampling()
     rows = [sampling[place].request.id for place in broken]
     raise InfrastructureError(
-        f"the model gives logits that are not finite for {rows[0]} and {len(rows) - 1} more",
+        f"the model gives logits that are not finite for {rows[0]} and {len(rows) - 1} more,"
+        f" in {words_of(plan)}; {device_state(device)}",
         hint='a wider `model.dtype` may help: "bfloat16" or "float32"; else the weights are broken',
     )

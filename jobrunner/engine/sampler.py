@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from hashlib import blake2b
 
+import numpy as np
 import torch
 
+from jobrunner.engine.devices import to_device
 from jobrunner.engine.draws import Draw
 from jobrunner.engine.penalties import forbid_ends, penalise
 from jobrunner.records import Sampling
@@ -55,7 +57,7 @@ def sample_on_device(
     for choose, rows in ((_most, greedy), (_draw, drawn)):
         for first in range(0, len(rows), _ROWS_AT_ONCE):
             numbers, some = zip(*rows[first : first + _ROWS_AT_ONCE], strict=True)
-            rows_S = torch.tensor(numbers, device=logits_BV.device)
+            rows_S = to_device(np.array(numbers), logits_BV.device)
             logits_SV = logits_BV[rows_S].float()
             penalise(logits_SV, some)
             forbid_ends(logits_SV, some)
@@ -115,7 +117,7 @@ def weights(logits_SV: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Ten
     weights_SV = torch.softmax(relative_SV / temperature_S1, dim=-1)
     nucleus = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1]
     if nucleus:
-        rows_N = torch.tensor(nucleus, device=logits_SV.device)
+        rows_N = to_device(np.array(nucleus), logits_SV.device)
         top_p_N1 = _column([samplings[row].top_p for row in nucleus], logits_SV)
         weights_SV[rows_N] = _nucleus(weights_SV[rows_N], top_p_N1)
     if any(sampling.min_p for sampling in samplings):
@@ -131,8 +133,8 @@ def _keep_likeliest(logits_SV: torch.Tensor, top_k: Sequence[int]) -> None:
     cut = [row for row, count in enumerate(top_k) if 0 < count < vocabulary]
     if not cut:
         return
-    rows_N = torch.tensor(cut, device=logits_SV.device)
-    last_N1 = torch.tensor([[top_k[row] - 1] for row in cut], device=logits_SV.device)
+    rows_N = to_device(np.array(cut), logits_SV.device)
+    last_N1 = to_device(np.array([[top_k[row] - 1] for row in cut]), logits_SV.device)
     largest_NK = logits_SV[rows_N].topk(max(top_k[row] for row in cut), dim=-1).values
     least_S1 = logits_SV.new_full((logits_SV.shape[0], 1), -torch.inf)
     least_S1[rows_N] = largest_NK.gather(1, last_N1)
@@ -158,4 +160,4 @@ def _threshold(sorted_NK: torch.Tensor, top_p_N1: torch.Tensor) -> torch.Tensor:
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(1)
+    return to_device(np.array(values, np.float64), like.device).unsqueeze(1)

@@ -83,6 +83,8 @@ class Scheduler:
         # finished, and in their slots until their batch ends
         self._staying: list[tuple[Sequence, Ending]] = []
         self._admissions = 0
+        # those that say something to do
+        self._plans = 0
         # plans that are launched and not committed
         self._in_flight = 0
         # how many run, by priority
@@ -133,7 +135,7 @@ class Scheduler:
         self.limits = limits
         self._kept = self._occupied
 
-    def withdraw(self, plan: Plan, copied: int) -> None:
+    def take_back(self, plan: Plan, copied: int) -> None:
         """Take back the latest plan, which was not computed; `copied` of its copies are done.
 
         What it decided holds: who was let in, and who gave way. The next plan begins with the
@@ -226,6 +228,7 @@ class Scheduler:
             budget -= self._prefill(sequence, budget)
         self._fill(budget, now, completions, last_call)
         decodes = self._running.decodes(self._running.ready())
+        self._plans += bool(len(decodes) or self._prefills or self._holding.copies)
         return Plan(
             decodes,
             self._prefills,
@@ -234,6 +237,7 @@ class Scheduler:
             self._cached,
             self._holding.copies,
             self._padding(len(decodes)),
+            self._plans,
         )
 
     def _padding(self, decoding: int) -> int:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobrunner.engine.logprobs import token_logprobs
+from jobrunner.engine.logprobs import look, read
 from jobrunner.records import TokenLogprob
+
+
+def token_logprobs(
+    logits_BV: torch.Tensor, tokens: Sequence[int], wanted: Sequence[int | None]
+) -> list[TokenLogprob | None]:
+    """Look and read at once, as a launch and its read-back do."""
+    looked = look(logits_BV, torch.tensor(tokens), wanted)
+    return read([some.to_host() for some in looked], len(tokens))
 
 
 @settings(max_examples=150, deadline=None)

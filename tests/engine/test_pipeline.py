@@ -45,6 +45,9 @@ class SlowScheduler(Scheduler):
 class Bench:
     """An engine on a fake device that checks itself after every step."""
 
+    scheduler_type: type[SlowScheduler] = SlowScheduler
+    device_type: type[FakeDevice] = FakeDevice
+
     def __init__(
         self,
         *,
@@ -57,14 +60,14 @@ class Bench:
         step_s: float = 1.0,
         host_s: float = 0.0,
         policy: str = "continuous",
-        make_device: Callable[..., FakeDevice] = FakeDevice,
+        make_device: Callable[..., FakeDevice] | None = None,
         tuning: Tuning | None = None,
         **device: Any,
     ) -> None:
         self.clock = StillClock()
         self.host = HostBlocks(host)
         pool = Blocks(blocks, block_size)
-        self.scheduler = SlowScheduler(
+        self.scheduler = self.scheduler_type(
             self.clock,
             host_s,
             pool,
@@ -73,7 +76,8 @@ class Bench:
             policy=policy_named(policy),
             preemption=Preemption("swap" if host else "recompute", self.host),
         )
-        self.device = make_device(pool, self.clock, ahead=ahead, step_s=step_s, **device)
+        make = make_device or self.device_type
+        self.device = make(pool, self.clock, ahead=ahead, step_s=step_s, **device)
         self.device.events = self.scheduler.events
         self.engine = Engine(self.scheduler, self.device, self.clock, tuning=tuning)
 

@@ -320,7 +320,7 @@ def test_log_probabilities_are_those_of_the_model_before_any_rule(llama: Path):
     assert done[3].logprobs == ()
 
 
-@pytest.mark.parametrize("place", ["token_logprobs", "TransformersRunner.logits"])
+@pytest.mark.parametrize("place", ["sample_on_device", "TransformersRunner.logits"])
 def test_a_device_that_fails_while_computing_or_drawing_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ):
@@ -477,8 +477,12 @@ def test_the_host_ahead_names_the_rows_of_a_broken_model(
     host_ahead.setattr(TransformersRunner, "logits", broken)
     sampling = Sampling(4, temperature=1.0, logprobs=1, draw_key=b"k")
     row = Request(RowId("s", 3), [1, 2], sampling)
-    with pytest.raises(InfrastructureError, match="not finite for row 3 of `s`"):
+    with pytest.raises(InfrastructureError) as raised:
         list(engine.run(FakeRequests([row])))
+    assert str(raised.value) == (
+        "the model gives logits that are not finite for row 3 of `s` and 0 more, in step 1"
+        " (0 single tokens, 2 of prompts, 0 swapped blocks; row 3 of `s`); the device is `cpu`"
+    )
 
 
 @pytest.mark.parametrize("attention", ["kernels", "torch", "reference"])

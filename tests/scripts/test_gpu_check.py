@@ -34,3 +34,5 @@ def test_every_line_runs_on_a_cpu():
         assert figures["output_tokens_s"] > 0
         assert 0 < figures["roofline_fraction"] < 1
         assert figures["steps"] > 10
+    assert found["host_waits"] == []
+    assert done.stderr.count("recorded, launched and swapped") == 2

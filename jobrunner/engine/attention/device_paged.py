@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from jobrunner.engine.attention.torch_paged import TorchPagedAttention, slots_of
 from jobrunner.engine.attention.triton_tiles import decode_splits
 from jobrunner.engine.attention.varlen_prefill import VarlenPrefill
 from jobrunner.engine.devices import to_device
+from jobrunner.engine.inputs import Put
 from jobrunner.engine.kv import KvPool, Reach
 
 log = logging.getLogger("cbjob")
@@ -83,7 +85,7 @@ class DevicePagedAttention:
     ) -> None:
         self._kernels = kernels
         self._pool = pool
-        self._device = device
+        self._put: Put = partial(to_device, device=device)
         self._prefill = prefill or VarlenPrefill(pool, device)
         self._plain = TorchPagedAttention(pool, device)
         self._processors = _PROCESSORS_OF_NO_GPU
@@ -98,6 +100,12 @@ class DevicePagedAttention:
         self._slots_T = none
         self._tables = DecodeTables(none, none, none, none)
 
+    def take_inputs(self, put: Put) -> None:
+        """Bring numbers to the device by `put`."""
+        self._put = put
+        self._prefill.take_inputs(put)
+        self._plain.take_inputs(put)
+
     def begin(self, singles: Singles, pieces: Sequence[Piece]) -> None:
         """Prepare for one forward pass over single tokens and then pieces, packed in this order.
 
@@ -106,14 +114,14 @@ class DevicePagedAttention:
         self._call = 0
         self._singles, self._pieces = len(singles), pieces
         size = self._pool.block_size
-        self._slots_T = self._tensor(slots_of(singles, pieces, size))
+        self._slots_T = self._put(slots_of(singles, pieces, size))
         if len(singles):
             used = -(-int(singles.lengths[-1]) // size)
             self._tables = DecodeTables(
                 slots=self._slots_T[: len(singles)],
-                lengths=self._tensor(singles.lengths),
-                rows=self._tensor(singles.rows),
-                table=self._tensor(np.ascontiguousarray(singles.table[:, :used])),
+                lengths=self._put(singles.lengths),
+                rows=self._put(singles.rows),
+                table=self._put(np.ascontiguousarray(singles.table[:, :used])),
             )
         self._plain_is_begun = False
         if pieces:
@@ -191,6 +199,3 @@ class DevicePagedAttention:
         if what not in self._said:
             self._said.add(what)
             log.info("%s", what)
-
-    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return to_device(numbers, self._device)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles
+from jobrunner.engine.devices import to_device
+from jobrunner.engine.inputs import Put
 from jobrunner.engine.kv import EVERYTHING, KvPool, Reach, bytes_per_token
 
 # decodes share a padded batch while the longest context is not much longer than the shortest
@@ -79,12 +82,17 @@ class TorchPagedAttention:
     def __init__(self, pool: KvPool, device: torch.device) -> None:
         self._pool = pool
         self._device = device
+        self._put: Put = partial(to_device, device=device)
         self._call = 0
         token_bytes = max(bytes_per_token([call], pool.dtype) for call in pool.calls)
         self._group_tokens = _CACHE_BYTES // token_bytes if device.type == "cpu" else None
         self._slots_T = torch.empty(0, dtype=torch.long)
         self._decodes: list[_Decodes] = []
         self._chunks: list[_Chunk] = []
+
+    def take_inputs(self, put: Put) -> None:
+        """Bring numbers to the device by `put`."""
+        self._put = put
 
     def begin(self, singles: Singles, pieces: Sequence[Piece]) -> None:
         """Prepare for one forward pass over single tokens and then pieces, packed in this order.
@@ -93,7 +101,7 @@ class TorchPagedAttention:
         """
         self._call = 0
         size = self._pool.block_size
-        self._slots_T = self._tensor(slots_of(singles, pieces, size))
+        self._slots_T = self._put(slots_of(singles, pieces, size))
         self._decodes = [
             self._decode_group(singles, first, last)
             for first, last in decode_groups(singles.lengths.tolist(), self._group_tokens)
@@ -221,20 +229,17 @@ class TorchPagedAttention:
             first=first,
             last=last,
             shortest=int(lengths[0]),
-            lengths=self._tensor(lengths),
-            blocks=self._tensor(blocks.reshape(-1)),
+            lengths=self._put(lengths),
+            blocks=self._put(blocks.reshape(-1)),
         )
 
     def _chunk(self, piece: Piece, first: int) -> _Chunk:
         blocks = None
         if piece.start > 0:
             held = -(-piece.stop // self._pool.block_size)
-            blocks = self._tensor(np.array(piece.blocks[:held]))
+            blocks = self._put(np.array(piece.blocks[:held]))
         last = first + piece.stop - piece.start
         return _Chunk(first, last, piece.start, piece.stop, blocks)
-
-    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(numbers).to(self._device)
 
 
 def slots_of(singles: Singles, pieces: Sequence[Piece], block_size: int) -> np.ndarray:

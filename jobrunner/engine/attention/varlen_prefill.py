@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,12 +17,16 @@ import torch
 from jobrunner.engine.attention.hook import AttentionOptions, Piece
 from jobrunner.engine.attention.triton_tiles import MOST_WIDTH
 from jobrunner.engine.devices import to_device
+from jobrunner.engine.inputs import Put
 from jobrunner.engine.kv import KvPool
 
 Varlen = Callable[..., torch.Tensor]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16})
 _OLDEST_MAJOR = 8
+# what torch's function must be given, and may be
+_POSITIONAL = ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
+_NAMED = frozenset({"scale", "window_size"})
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,24 @@ class VarlenPrefill:
 
     def __init__(self, pool: KvPool, device: torch.device, varlen: Varlen | None = None) -> None:
         self._pool = pool
-        self._device = device
-        self._varlen = varlen or torch_varlen()
-        self._refusal = None if varlen else _refusal(pool.dtype, device)
+        self._put: Put = partial(to_device, device=device)
+        self._varlen, self._refusal = varlen, None
+        if varlen is None:
+            self._varlen, unknown = torch_varlen()
+            self._refusal = unknown or _refusal(pool.dtype, device)
         self._ragged: _Ragged | None = None
+
+    def take_inputs(self, put: Put) -> None:
+        """Bring numbers to the device by `put`."""
+        self._put = put
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Prepare for one forward pass over these pieces, packed in this order."""
         new = [piece.stop - piece.start for piece in pieces]
         held = [piece.stop for piece in pieces]
         self._ragged = _Ragged(
-            starts_q=self._tensor(np.cumsum([0, *new], dtype=np.int32)),
-            starts_k=self._tensor(np.cumsum([0, *held], dtype=np.int32)),
+            starts_q=self._put(np.cumsum([0, *new], dtype=np.int32)),
+            starts_k=self._put(np.cumsum([0, *held], dtype=np.int32)),
             longest_q=max(new),
             longest_k=max(held),
             sources=self._sources(pieces) if any(piece.start for piece in pieces) else None,
@@ -71,6 +82,7 @@ class VarlenPrefill:
         """Return what each token attends to once its K and V are stored, `[T, H, D]`."""
         ragged = self._ragged
         assert ragged is not None, "a pass was not begun"
+        assert self._varlen is not None, "a call that is unserved"
         k_SKD, v_SKD = k_KTD.transpose(0, 1), v_KTD.transpose(0, 1)
         if ragged.sources is not None:
             block_S, position_S = ragged.sources
@@ -115,19 +127,32 @@ class VarlenPrefill:
             for piece, position in zip(pieces, positions, strict=True)
         ]
         return (
-            self._tensor(np.concatenate(blocks)),
-            self._tensor(np.concatenate(positions) % size),
+            self._put(np.concatenate(blocks)),
+            self._put(np.concatenate(positions) % size),
         )
 
-    def _tensor(self, numbers: np.ndarray) -> torch.Tensor:
-        return to_device(numbers, self._device)
+
+def torch_varlen() -> tuple[Varlen | None, str | None]:
+    """Return torch's function in the form that is called here, or why there is none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        return None, f"torch {torch.__version__} has no varlen_attn: {error}"
+    return adapted(varlen_attn)
 
 
-def torch_varlen() -> Varlen:
-    """Return torch's function; from 2.12 on it wants to be told of heads that share keys."""
-    from torch.nn.attention.varlen import varlen_attn
+def adapted(varlen_attn: Varlen) -> tuple[Varlen | None, str | None]:
+    """Adapt torch's function, or say why it is not one of those known: 2.11 to 2.14.
 
-    shares = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    From 2.12 on it wants to be told of heads that share keys; 2.11 sees that by itself. Its block
+    table and lengths on the device, also of 2.12, stay unused: keys are gathered.
+    """
+    parameters = inspect.signature(varlen_attn).parameters
+    required = [name for name, each in parameters.items() if each.default is each.empty]
+    if required != _POSITIONAL or not parameters.keys() >= _NAMED:
+        signature = f"varlen_attn({', '.join(parameters)})"
+        return None, f"torch {torch.__version__} has an unknown {signature}"
+    shares = "enable_gqa" in parameters
 
     def varlen(
         q_THD: torch.Tensor, k_SKD: torch.Tensor, *rest: object, **more: object
@@ -136,7 +161,7 @@ def torch_varlen() -> Varlen:
             more["enable_gqa"] = q_THD.shape[1] != k_SKD.shape[1]
         return varlen_attn(q_THD, k_SKD, *rest, **more)
 
-    return varlen
+    return varlen, None
 
 
 def _refusal(dtype: torch.dtype, device: torch.device) -> str | None:
