@@ -10,9 +10,9 @@ from hashlib import blake2b
 _DIGEST_BYTES = 16
 
 
-def chain_digest(parent: bytes, tokens: array[int]) -> bytes:
+def chain_digest(parent: bytes, tokens: array[int] | memoryview[int]) -> bytes:
     """Name a full block by its own tokens and by everything in front of it."""
-    return blake2b(parent + tokens.tobytes(), digest_size=_DIGEST_BYTES).digest()
+    return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
 
 
 class Blocks:
