@@ -19,7 +19,7 @@ from jobrunner.engine.sequence import Sequence
 Numbers = np.ndarray
 
 # the newest tokens of a text stay in its slot until there are so many
-_RECENT = 32
+_RECENT = 128
 _NO_TOKEN = -1
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 8
 
