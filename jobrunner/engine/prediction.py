@@ -158,7 +158,7 @@ class LengthPredictor:
     def _survival_at(self, length: int) -> float:
         place = bisect_right(self._knot_list, length) - 1
         into = length - self._knot_list[place]
-        return -self._ended_by[place] + float(self._slope[place]) * into
+        return -self._ended_by[place] + self._slope_list[place] * into
 
     def _build(self) -> None:
         if self._rows > _MEMORY_ROWS:
@@ -177,6 +177,7 @@ class LengthPredictor:
         self._ended_by: list[float] = (-self._survival).tolist()
         self._slope = np.diff(self._survival) / np.diff(self._knots)
         self._slope = np.append(self._slope, 0.0)
+        self._slope_list: list[float] = self._slope.tolist()
         area, moment = self._within(slice(None, -1), np.diff(self._knots))
         self._area = np.concatenate([[0.0], np.cumsum(area)])
         self._moment = np.concatenate([[0.0], np.cumsum(moment)])

@@ -118,7 +118,7 @@ class Running:
         """Free a slot; the last running sequence moves into it."""
         slot = sequence.slot
         assert slot is not None
-        if self._decodes[slot]:
+        if sequence.decoding:
             self.bring(sequence)
             first, last, gap = self._seconds[:, slot].tolist()
             sequence.first_token_at = None if math.isnan(first) else first
@@ -158,7 +158,7 @@ class Running:
         """Slots that decode; not those whose text ends with what is in flight, as is known."""
         count = len(self)
         unfinished = self._known[:count] + self._unknown[:count] < self._end[:count]
-        return np.flatnonzero(unfinished & (self._decodes[:count] == 1))
+        return (unfinished & (self._decodes[:count] == 1)).nonzero()[0]
 
     def short_of_blocks(self, slots: Numbers) -> Numbers:
         """Those of the slots whose next token has no room."""
@@ -225,10 +225,10 @@ class Running:
         self._last_at[slots] = now_s
         for sequence in self._objects[slots[known % _RECENT == 0]]:
             self.bring(sequence)
-        stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
+        stopped = (self._stop_ids.take(slots, axis=0) == tokens[:, None]).any(axis=1)
         stopped &= known > self._least[slots]
         looked_at = stopped | (known >= self._end[slots]) | (self._watched[slots] == 1)
-        return np.flatnonzero(looked_at).tolist(), stopped
+        return looked_at.nonzero()[0].tolist(), stopped
 
     def check(self) -> None:
         """Raise AssertionError unless slots, columns and sequences agree."""
