@@ -93,6 +93,8 @@ class AdmissionAhead(Admission):
         # of each running sequence: prompt length, the bounds of its output, its place among all
         self._known = Slots(4)
         self._until_correction = _CORRECTION_STEPS
+        # what was drawn for whom fits, and is about to enter
+        self._drawn: tuple[Sequence, int] | None = None
 
     def fits(self, sequence: Sequence, need: Need, running: int, blocks: Blocks) -> bool:
         # a block for each that runs, as without any foresight
@@ -102,12 +104,9 @@ class AdmissionAhead(Admission):
             return True
         if not self._pace.may_start:
             return False
-        peak = self._forecast.peak(
-            blocks.used,
-            sequence.length,
-            self._predictor.draw_remaining(sequence),
-            need.shared,
-        )
+        remaining = self._predictor.draw_remaining(sequence)
+        self._drawn = sequence, remaining
+        peak = self._forecast.peak(blocks.used, sequence.length, remaining, need.shared)
         return peak <= blocks.count * (1.0 - self._reserve.share)
 
     def next_step(self, lengths: Callable[[], Numbers]) -> None:
@@ -120,7 +119,11 @@ class AdmissionAhead(Admission):
             self._correct(lengths())
 
     def entered(self, sequence: Sequence, shared: int) -> None:
-        remaining = self._predictor.draw_remaining(sequence)
+        drawn, self._drawn = self._drawn, None
+        if drawn is not None and drawn[0] is sequence:
+            remaining = drawn[1]
+        else:
+            remaining = self._predictor.draw_remaining(sequence)
         self._known.add(sequence.prompt_length, *sequence.length_bounds, sequence.place)
         self._forecast.enter(sequence.length, remaining, shared)
         self._pace.started()

@@ -10,9 +10,9 @@ from hashlib import blake2b
 _DIGEST_BYTES = 16
 
 
-def chain_digest(parent: bytes, tokens: array[int]) -> bytes:
+def chain_digest(parent: bytes, tokens: array[int] | memoryview[int]) -> bytes:
     """Name a full block by its own tokens and by everything in front of it."""
-    return blake2b(parent + tokens.tobytes(), digest_size=_DIGEST_BYTES).digest()
+    return blake2b(parent + tokens, digest_size=_DIGEST_BYTES).digest()
 
 
 class Blocks:
@@ -53,9 +53,9 @@ class Blocks:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
-    def knows(self, digest: bytes) -> bool:
-        """Whether a block with these contents can be shared."""
-        return digest in self._published
+    def unknown(self, digests: Sequence[bytes]) -> list[bytes]:
+        """Those of the digests of which no block can be shared."""
+        return [digest for digest in digests if digest not in self._published]
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """Reference the published blocks of the longest known prefix of a digest chain."""
@@ -80,8 +80,7 @@ class Blocks:
         del empty[first:]
         for block in blocks:
             self._references[block] = 1
-        blocks += [self._evict() for _ in range(count - len(blocks))]
-        return blocks
+        return blocks + self._evict(count - len(blocks))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference on each block of a sequence."""
@@ -120,12 +119,13 @@ class Blocks:
         assert idle <= named.keys(), "an idle block has no name"
         assert not empty & named.keys(), "an empty block has a name"
 
-    def _evict(self) -> int:
-        """Take the cached block that was released longest ago."""
-        block, _ = self._idle.popitem(last=False)
-        digest = self._digest[block]
-        if digest is not None:
-            del self._published[digest]
-            self._digest[block] = None
-        self._references[block] = 1
-        return block
+    def _evict(self, count: int) -> list[int]:
+        """Take so many cached blocks, those that were released longest ago."""
+        blocks = [self._idle.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            digest = self._digest[block]
+            if digest is not None:
+                del self._published[digest]
+                self._digest[block] = None
+            self._references[block] = 1
+        return blocks

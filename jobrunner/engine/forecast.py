@@ -17,39 +17,41 @@ Numbers = np.ndarray
 _EACH_STEP = 128
 _GROWTH = 1.06
 _FARTHEST = 1 << 21
+_FIRST_SLOTS = 16
 
 
 class Slots:
     """Columns of numbers by slot; slots are given up by swap-remove."""
 
     def __init__(self, columns: int) -> None:
-        # lists, because numbers come and go one by one
-        self._columns: list[list[float]] = [[] for _ in range(columns)]
+        self._numbers = np.zeros((columns, _FIRST_SLOTS))
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._columns[0])
+        return self._count
 
     def add(self, *numbers: float) -> None:
         """Fill the next slot."""
-        for column, number in zip(self._columns, numbers, strict=True):
-            column.append(number)
+        if self._count == self._numbers.shape[1]:
+            self._numbers = np.concatenate([self._numbers, np.zeros_like(self._numbers)], axis=1)
+        self._numbers[:, self._count] = numbers
+        self._count += 1
 
-    def remove(self, slot: int) -> list[float]:
+    def remove(self, slot: int) -> Numbers:
         """Empty a slot and return its numbers; the last slot moves into it."""
-        removed: list[float] = []
-        for column in self._columns:
-            removed.append(column[slot])
-            column[slot] = column[-1]
-            column.pop()
+        self._count -= 1
+        removed = self._numbers[:, slot].copy()
+        self._numbers[:, slot] = self._numbers[:, self._count]
         return removed
 
     def column(self, index: int) -> Numbers:
-        """A copy of one column."""
-        return np.array(self._columns[index])
+        """One column, not to be changed."""
+        column: Numbers = self._numbers[index, : self._count]
+        return column
 
     def replace(self, index: int, numbers: Numbers) -> None:
         """Write one column anew."""
-        self._columns[index] = numbers.tolist()
+        self._numbers[index, : self._count] = numbers
 
 
 class Forecast:
@@ -81,13 +83,14 @@ class Forecast:
         offset, last = tokens - self._step, self._last(remaining)
         fixed = self._rounding - shared
         self._lines.add(offset, fixed, last)
-        self._use[: last + 1] += self._grown[: last + 1] + (offset / self._block_size + fixed)
+        use = self._use[: last + 1]
+        use += self._grown[: last + 1] + (offset / self._block_size + fixed)
 
     def leave(self, slot: int) -> None:
         """Remove a sequence; the one in the last slot moves into its slot."""
-        offset, fixed, last = self._lines.remove(slot)
-        end = int(last) + 1
-        self._use[:end] -= self._grown[:end] + (offset / self._block_size + fixed)
+        offset, fixed, last = self._lines.remove(slot).tolist()
+        use = self._use[: int(last) + 1]
+        use -= self._grown[: int(last) + 1] + (offset / self._block_size + fixed)
 
     def correct(self, tokens: Numbers, remaining: Numbers) -> None:
         """Replace what was expected of all sequences, by slot; what they share stays."""
@@ -109,7 +112,7 @@ class Forecast:
         now, end = bisect_left(self._steps, self._step), self._last(remaining) + 1
         beyond = max(0.0, used - float(self._use[now]))
         own = (tokens - self._step) / self._block_size + self._rounding - shared
-        return beyond + own + float((self._use[now:end] + self._grown[now:end]).max())
+        return beyond + own + float(np.maximum.reduce(self._use[now:end] + self._grown[now:end]))
 
     def _last(self, remaining: int) -> int:
         return bisect_left(self._steps, min(self._step + remaining - 1, _FARTHEST))

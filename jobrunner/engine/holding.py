@@ -36,7 +36,8 @@ class Holding:
     def find(self, sequence: Sequence) -> Found:
         """Look up the beginning of a sequence in the prefix cache, and hold what is there."""
         found = self.blocks.match(self.chain(sequence, self.shareable(sequence)))
-        return Found(found, sum(self.blocks.holders(block) > 1 for block in found))
+        holders = self.blocks.holders
+        return Found(found, sum([holders(block) > 1 for block in found]) if found else 0)
 
     def take(self, sequence: Sequence, found: Found) -> None:
         """Give a sequence what was found and blocks for all its other tokens.
@@ -75,9 +76,9 @@ class Holding:
     def publish(self, sequence: Sequence, first: int, stop: int) -> None:
         """Offer blocks `first` up to `stop`, full of computed tokens, to other sequences."""
         digests = self.chain(sequence, stop)
-        for index in range(first, len(digests)):
-            self.blocks.publish(sequence.blocks[index], digests[index])
-            self._prefixes.done(digests[index])
+        for block, digest in zip(sequence.blocks[first:], digests[first:], strict=False):
+            self.blocks.publish(block, digest)
+            self._prefixes.done(digest)
 
     def advance(self, sequence: Sequence, computed: int) -> None:
         """Take it that so many tokens of a prompt are computed."""

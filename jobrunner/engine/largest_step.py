@@ -57,8 +57,9 @@ def measure(
     """Run the largest steps under these limits, of sequences of up to `longest` tokens.
 
     `decodes`: full batches of the longest contexts too, which memory can only hold where the
-    attention reads them in place. Steps of up to `recorded_rows` are recorded by `recorder`, if any, and keep
-    `logit_bytes` for each row. Raises OutOfMemoryError where there is not even memory for them.
+    attention reads them in place. Steps of up to `recorded_rows` are recorded by `recorder`, if
+    any, and keep `logit_bytes` for each row. Raises OutOfMemoryError where there is not even
+    memory for them.
     """
     rows = min(limits.max_batch_size, limits.token_budget)
     plans = [

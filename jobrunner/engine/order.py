@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
@@ -11,12 +12,15 @@ from jobrunner.records import Request
 
 # prompts that are equal for so many blocks count as equal
 _MOST_BLOCKS = 256
-# of dead entries, before a heap is built anew
+# of dead entries, before a line is built anew
 _MOST_DEAD = 64
 # times the mean number of steps: such a row is a long one
 _LONG = 3.0
 # mean prompts
 _MOST_AHEAD = 4.0
+
+# key, number, whose it is
+_Entry = tuple[Any, int, Sequence]
 
 
 class Predictor(Protocol):
@@ -43,45 +47,52 @@ class Order(Protocol):
 class Line:
     """Sequences by key, those of one key in the order in which they came.
 
-    A heap in which whoever was removed stays until it comes up or until such are the most.
+    Who comes with the highest key of all stands behind the others in a queue, as most do; only
+    others go into a heap. Whoever was removed stays in either until it comes up or until such are
+    the most.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Any, int, Sequence]] = []
-        self._keys: dict[Sequence, tuple[Any, int]] = {}
+        self._queue: deque[_Entry] = deque()
+        self._heap: list[_Entry] = []
+        self._entries: dict[Sequence, _Entry] = {}
         self._added = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._keys)
+        return iter(self._entries)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._keys
+        return sequence in self._entries
 
     def add(self, sequence: Sequence, key: Any) -> None:
-        self._keys[sequence] = (key, self._added)
-        heapq.heappush(self._heap, (key, self._added, sequence))
+        self._entries[sequence] = entry = (key, self._added, sequence)
         self._added += 1
+        if self._queue and key < self._queue[-1][0]:
+            heapq.heappush(self._heap, entry)
+        else:
+            self._queue.append(entry)
 
     def key(self, sequence: Sequence) -> Any:
-        return self._keys[sequence][0]
+        return self._entries[sequence][0]
 
     def first(self) -> Sequence | None:
-        while self._heap:
-            _, number, sequence = self._heap[0]
-            known = self._keys.get(sequence)
-            if known is not None and known[1] == number:
-                return sequence
-            heapq.heappop(self._heap)
-        return None
+        queue, heap, entries = self._queue, self._heap, self._entries
+        while queue and entries.get(queue[0][2]) is not queue[0]:
+            queue.popleft()
+        while heap and entries.get(heap[0][2]) is not heap[0]:
+            heapq.heappop(heap)
+        if heap and not (queue and queue[0] < heap[0]):
+            return heap[0][2]
+        return queue[0][2] if queue else None
 
     def remove(self, sequence: Sequence) -> None:
-        del self._keys[sequence]
-        if len(self._heap) > 2 * len(self._keys) + _MOST_DEAD:
-            self._heap = [(key, number, s) for s, (key, number) in self._keys.items()]
-            heapq.heapify(self._heap)
+        del self._entries[sequence]
+        if len(self._queue) + len(self._heap) > 2 * len(self._entries) + _MOST_DEAD:
+            self._queue = deque(sorted(self._entries.values()))
+            self._heap.clear()
 
 
 class Sorted:
@@ -166,27 +177,38 @@ class _Branches:
     """Numbers for the blocks of waiting rows, in the order in which they first came."""
 
     def __init__(self) -> None:
-        # the number, and how many rows that wait have the block
-        self._known: dict[bytes, list[int]] = {}
+        self._numbers: dict[bytes, int] = {}
+        # how many more rows that wait have the block than one. Whoever has a block has those in
+        # front of it, so along the blocks of a row this falls, to none
+        self._others: dict[bytes, int] = {}
         self._next = 0
 
     def enter(self, digests: list[bytes]) -> tuple[int, ...]:
         """Return the numbers of the blocks of one more row."""
+        numbers, others = self._numbers, self._others
+        place = list[int]()
         for digest in digests:
-            branch = self._known.get(digest)
-            if branch is None:
-                branch = self._known[digest] = [self._next, 0]
-                self._next += 1
-            branch[1] += 1
-        return tuple(self._known[digest][0] for digest in digests)
+            number = numbers.get(digest)
+            if number is None:
+                break
+            others[digest] = others.get(digest, 0) + 1
+            place.append(number)
+        new = range(self._next, self._next + len(digests) - len(place))
+        numbers.update(zip(digests[len(place) :], new, strict=True))
+        self._next = new.stop
+        return (*place, *new)
 
     def leave(self, digests: list[bytes]) -> None:
         """Forget the blocks that no other row has."""
+        others = self._others
         for digest in digests:
-            branch = self._known[digest]
-            branch[1] -= 1
-            if not branch[1]:
-                del self._known[digest]
+            count = others.get(digest, 0)
+            if not count:
+                del self._numbers[digest]
+            elif count == 1:
+                del others[digest]
+            else:
+                others[digest] = count - 1
 
 
 class AutoOrder:

@@ -43,8 +43,8 @@ class Decodes:
     A token stands at position `starts`; it is `tokens`, or, where `follows` is not negative, the
     one that the step launched before draws as its so-manieth. Row `slots` of `table`, `[rows,
     blocks]`, lists the blocks of its sequence; it is to be read before the next plan. `rows` are
-    the places of the sequences' rows in their shards, `ruled` says whose draw has rules. `left`
-    tells the slots of this plan from those after somebody has left.
+    the places of the sequences' rows in their shards, `ruled` says whose draw has rules. `entries`
+    are what their slots are known by, so that those are found who have moved since.
     """
 
     sequences: Numbers = field(default_factory=lambda: _NOBODY)
@@ -55,7 +55,7 @@ class Decodes:
     rows: Numbers = field(default_factory=lambda: _NONE)
     ruled: Numbers = field(default_factory=lambda: _NONE)
     table: Numbers = field(default_factory=lambda: _NO_TABLE)
-    left: int = 0
+    entries: Numbers = field(default_factory=lambda: _NONE)
 
     def __len__(self) -> int:
         return len(self.slots)

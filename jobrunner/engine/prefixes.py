@@ -23,7 +23,9 @@ class Prefixes:
         self._ready: deque[Sequence] = deque()
 
     def __len__(self) -> int:
-        return len(self._ready) + sum(map(len, self._held.values()))
+        # asked many times a step, while mostly nobody is held
+        held = sum(map(len, self._held.values())) if self._held else 0
+        return len(self._ready) + held
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._ready
@@ -48,7 +50,8 @@ class Prefixes:
     def done(self, digest: bytes) -> None:
         """Take note that a block is computed, or will not be."""
         self._computing.pop(digest, None)
-        self._ready.extend(self._held.pop(digest, ()))
+        if self._held:
+            self._ready.extend(self._held.pop(digest, ()))
 
     def left(self, sequence: Sequence) -> None:
         """Take note that a sequence gives up its slot, whatever it has computed."""
@@ -60,7 +63,9 @@ class Prefixes:
 
     def awaited(self, digests: Seq[bytes]) -> bytes | None:
         """Return the last of these blocks that is being computed."""
-        return next((digest for digest in reversed(digests) if digest in self._computing), None)
+        if self._computing.keys().isdisjoint(digests):
+            return None
+        return next(digest for digest in reversed(digests) if digest in self._computing)
 
     def hold(self, sequence: Sequence, awaited: bytes) -> None:
         """Make a sequence wait for a block."""

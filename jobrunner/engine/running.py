@@ -19,7 +19,7 @@ from jobrunner.engine.sequence import Sequence
 Numbers = np.ndarray
 
 # the newest tokens of a text stay in its slot until there are so many
-_RECENT = 32
+_RECENT = 128
 _NO_TOKEN = -1
 _FIRST_SLOTS, _FIRST_BLOCKS = 16, 8
 
@@ -31,12 +31,13 @@ class Running:
     is its `drawn_at`-th; tokens that the sequence itself `holds`; how many it may have at most,
     `end`, and how many it has before a stop id counts, `least`; tokens for which it has `room`
     in its blocks; whether it `decodes`; whether it is `watched`, told of each token, and its
-    draws are `ruled`; the place of its `row`. Times in seconds, NaN where there is none.
+    draws are `ruled`; the place of its `row`; the number of its `entry` among all, -1 in a slot
+    that nobody has. Times in seconds, NaN where there is none.
     """
 
     _COLUMNS = (
         "known", "unknown", "drawn_at", "holds", "end", "least", "room", "decodes", "watched",
-        "ruled", "row",
+        "ruled", "row", "entry",
     )  # fmt: skip
     _TIMES = ("first_at", "last_at", "gap")
 
@@ -51,8 +52,8 @@ class Running:
         self._stop_ids = np.full((_FIRST_SLOTS, 1), _NO_TOKEN, np.int64)
         self._table = np.zeros((_FIRST_SLOTS, _FIRST_BLOCKS), np.int32)
         self._objects = np.empty(_FIRST_SLOTS, object)
-        # how many have left so far
-        self._left = 0
+        # how many have come so far
+        self._entries = 0
         self._name_columns()
 
     def __len__(self) -> int:
@@ -88,8 +89,9 @@ class Running:
         self._numbers[:, slot] = (
             sequence.known, 0, -1, sequence.known, start + sampling.max_new_tokens,
             start + sampling.min_new_tokens, 0, False, sequence.watched, sequence.ruled,
-            sequence.request.id.index,
+            sequence.request.id.index, self._entries,
         )  # fmt: skip
+        self._entries += 1
         self._set_stop_ids(slot, () if sequence.watched else tuple(sampling.stop_ids))
         sequence.slot = slot
         self._prefilling[sequence] = None
@@ -118,7 +120,7 @@ class Running:
         """Free a slot; the last running sequence moves into it."""
         slot = sequence.slot
         assert slot is not None
-        if self._decodes[slot]:
+        if sequence.decoding:
             self.bring(sequence)
             first, last, gap = self._seconds[:, slot].tolist()
             sequence.first_token_at = None if math.isnan(first) else first
@@ -138,7 +140,7 @@ class Running:
             for rows in (self._recent, self._stop_ids, self._table, self._objects):
                 rows[slot] = rows[last_slot]
         self._objects[last_slot] = None
-        self._left += 1
+        self._entry[last_slot] = -1
 
     def bring(self, sequence: Sequence) -> None:
         """Hand the newest tokens of a text to its sequence."""
@@ -158,7 +160,8 @@ class Running:
         """Slots that decode; not those whose text ends with what is in flight, as is known."""
         count = len(self)
         unfinished = self._known[:count] + self._unknown[:count] < self._end[:count]
-        return np.flatnonzero(unfinished & (self._decodes[:count] == 1))
+        slots: Numbers = (unfinished & (self._decodes[:count] == 1)).nonzero()[0]
+        return slots
 
     def short_of_blocks(self, slots: Numbers) -> Numbers:
         """Those of the slots whose next token has no room."""
@@ -188,7 +191,7 @@ class Running:
             rows=self._row[slots],
             ruled=self._ruled[slots],
             table=self._table,
-            left=self._left,
+            entries=self._entry[slots],
         )
 
     def expect(self, decodes: Decodes) -> None:
@@ -203,10 +206,13 @@ class Running:
 
     def slots_of(self, decodes: Decodes) -> Numbers:
         """The slots of decodes as they are now, -1 of those that have left since."""
-        if decodes.left == self._left:
+        changed = (self._entry[decodes.slots] != decodes.entries).nonzero()[0]
+        if not len(changed):
             return decodes.slots
-        slots = (-1 if each.slot is None else each.slot for each in decodes.sequences)
-        return np.fromiter(slots, np.int64, len(decodes))
+        slots = decodes.slots.copy()
+        moved = decodes.sequences[changed]
+        slots[changed] = [-1 if each.slot is None else each.slot for each in moved]
+        return slots
 
     def land(self, slots: Numbers, tokens: Numbers, now_s: float) -> tuple[list[int], Numbers]:
         """Book the next known token of each slot, once each.
@@ -225,10 +231,10 @@ class Running:
         self._last_at[slots] = now_s
         for sequence in self._objects[slots[known % _RECENT == 0]]:
             self.bring(sequence)
-        stopped = (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
+        stopped = (self._stop_ids.take(slots, axis=0) == tokens[:, None]).any(axis=1)
         stopped &= known > self._least[slots]
         looked_at = stopped | (known >= self._end[slots]) | (self._watched[slots] == 1)
-        return np.flatnonzero(looked_at).tolist(), stopped
+        return looked_at.nonzero()[0].tolist(), stopped
 
     def check(self) -> None:
         """Raise AssertionError unless slots, columns and sequences agree."""
@@ -252,7 +258,7 @@ class Running:
         self._end, self._least = numbers["end"], numbers["least"]
         self._room, self._decodes = numbers["room"], numbers["decodes"]
         self._watched, self._ruled = numbers["watched"], numbers["ruled"]
-        self._row = numbers["row"]
+        self._row, self._entry = numbers["row"], numbers["entry"]
         self._first_at, self._last_at, self._gap = self._seconds
 
     def _widen(self) -> None:

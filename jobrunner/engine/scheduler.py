@@ -329,9 +329,11 @@ class Scheduler:
         places, stopped = self._running.land(slots[left], tokens[left], now)
         if not places:
             return
-        sequences = [*plan.decodes.sequences, *prefilled]
+        decodes = len(plan.decodes)
         for place, stops in zip(left[places].tolist(), stopped[places].tolist(), strict=True):
-            sequence, token = sequences[place], int(tokens[place])
+            decoded = place < decodes
+            sequence = plan.decodes.sequences[place] if decoded else prefilled[place - decodes]
+            token = int(tokens[place])
             if sequence.watched:
                 logprob = drawn.logprobs[place] if drawn.logprobs else None
                 sequence.note(token, logprob)
@@ -551,7 +553,7 @@ class Scheduler:
             return
         known = sequence.computed // self.blocks.block_size
         digests = self._holding.chain(sequence, sequence.length // self.blocks.block_size)[known:]
-        self._prefixes.begin(sequence, [each for each in digests if not self.blocks.knows(each)])
+        self._prefixes.begin(sequence, self.blocks.unknown(digests))
 
     def _leave(self, sequence: Sequence, *, late: bool = False) -> None:
         """Free the slot and the blocks; the last running sequence moves into the slot.

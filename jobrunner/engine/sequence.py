@@ -144,13 +144,14 @@ class Sequence:
 
     def chain(self, block_count: int, block_size: int) -> list[bytes]:
         """The digests of the first blocks, each computed once in a sequence's life."""
-        if len(self.digests) < block_count:
-            tokens = self.tokens
-            for index in range(len(self.digests), block_count):
-                parent = self.digests[-1] if self.digests else b""
-                block = tokens[index * block_size : (index + 1) * block_size]
-                self.digests.append(chain_digest(parent, block))
-        return self.digests[:block_count]
+        digests = self.digests
+        if len(digests) < block_count:
+            first, parent = len(digests) * block_size, digests[-1] if digests else b""
+            tokens = memoryview(self.tokens[first : block_count * block_size])
+            for start in range(0, len(tokens), block_size):
+                parent = chain_digest(parent, tokens[start : start + block_size])
+                digests.append(parent)
+        return digests[:block_count]
 
     def cut(self, output_length: int) -> None:
         """Drop what an earlier run generated past the end of the text."""

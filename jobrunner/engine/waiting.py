@@ -88,10 +88,13 @@ class Waiting:
             return self._returning.first()
         if self.starving(now):
             return self._by_age.first()
+        fresh = self._bands.first()
+        if not self._returning and not self._resumed:
+            return fresh
         heads = (
             (self._returning.first(), _PREEMPTED),
             (self._resumed.first(), _RESUMED),
-            (self._bands.first(), _FRESH),
+            (fresh, _FRESH),
         )
         ranked = [(head.request.priority, kind, head) for head, kind in heads if head is not None]
         return min(ranked)[2] if ranked else None

@@ -219,8 +219,27 @@ def test_a_line_forgets_whom_it_lost():
     for each in rows[1:]:
         line.remove(each)
     assert list(line) == [rows[0]]
-    # what a heap still holds of those that were removed is bounded
-    assert len(line._heap) < 100
+    # what it still holds of those that were removed is bounded
+    assert len(line._queue) + len(line._heap) < 100
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-1, 6), max_size=200), st.randoms(use_true_random=False))
+def test_a_line_is_sorted_whoever_comes_and_goes(keys, chance):
+    # -1 removes one of those who are there
+    line, present, came = Line(), dict[Row, tuple[int, int]](), 0
+    for key in keys:
+        if key < 0 and present:
+            gone = line.first() if chance.random() < 0.5 else chance.choice(list(present))
+            line.remove(gone)
+            del present[gone]
+        elif key >= 0:
+            each = row(came)
+            line.add(each, key)
+            present[each] = (key, came)
+            came += 1
+        assert line.first() is min(present, key=present.__getitem__, default=None)
+        assert list(line) == list(present)
 
 
 def test_a_row_that_comes_again_stands_where_its_new_key_says():

@@ -133,10 +133,27 @@ def test_many_sequences_keep_their_own_columns():
     world = World()
     for index in range(100):
         world.enter([index] * (1 + index % 40), frozenset(), 0, 200)
-    for step in range(70):
+    for step in range(150):
         world.step([step], float(step))
     world.running.check()
     assert len(world.running) == 100
     for reference in list(world.known):
         world.leave(reference)
     assert len(world.running) == 0
+
+
+@settings(deadline=None)
+@given(st.integers(1, 12), st.data())
+def test_slots_of_a_plan_are_found_after_others_left_and_came(count, data):
+    world = World()
+    for index in range(count):
+        world.enter([index], frozenset(), 0, 50)
+    world.step([1], 0.0)
+    decodes = world.running.decodes(world.running.ready())
+    planned = list(decodes.sequences)
+    for _ in range(data.draw(st.integers(0, count))):
+        world.leave(data.draw(st.sampled_from(world.known)))
+    for index in range(data.draw(st.integers(0, 3))):
+        world.enter([index], frozenset(), 0, 50)
+    expected = [-1 if each.slot is None else each.slot for each in planned]
+    assert world.running.slots_of(decodes).tolist() == expected
