@@ -120,7 +120,7 @@ def run(
             _tell_finished(finished, directory)
         # what a worker left that died while another one finished the job
         claims = Claims(directory.claims, directory.temporary, likely)
-        discard_dead_flights(directory, claims.is_dead)
+        discard_dead_flights(directory, claims.abandoned)
         claims.sweep()
         return _sum_up(finished, directory)
     refuse_busy_device(directory.claims, likely)
@@ -137,7 +137,7 @@ def run(
         _console(settings, directory, identity) as console,
     ):
         claims.sweep()
-        clean_up(directory, job.input.shards, claims.is_dead)
+        clean_up(directory, job.input.shards, claims.abandoned)
         suspects = Suspects(directory, identity)
         if retry_errors:
             suspects.look()
@@ -162,8 +162,8 @@ def run(
             _work(job, ledger, progress, console, stop, open_engine, observe, flight, suspects)
         if progress.complete:
             # what another worker wrote while this one merged
-            clean_up(directory, job.input.shards, claims.is_dead)
-            discard_dead_flights(directory, claims.is_dead)
+            clean_up(directory, job.input.shards, claims.abandoned)
+            discard_dead_flights(directory, claims.abandoned)
             suspects.forget()
             remember_finished(directory, settings)
         return _sum_up(progress, directory)

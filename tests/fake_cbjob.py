@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jobrunner import cli, job
 from jobrunner.commands import workers
@@ -63,6 +64,20 @@ class FakeTokenizer:
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
+
+
+def fake_model(folder: Path) -> Path:
+    """A folder with a tokenizer of bytes, which is all that the fake model has of a model."""
+    letters = ["<bos>", "<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    spelling = tokenizers.Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelling.decoder = decoders.ByteLevel()
+    spelling.add_special_tokens(letters[:3])
+    folder.mkdir(parents=True)
+    spelling.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": len(letters), "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _die(how: str) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
+# A file of a worker that cannot be looked at is nobody's after so long: its machine may be off for
+# good, or know nothing of what ran before it was switched on again.
+ABANDONED_S = 3600.0
 # set by whoever starts several workers that may use the same cores
 TASK_VARIABLE = "CBJOB_TASK"
 
@@ -154,11 +158,7 @@ class Claims:
 
     def others(self) -> list[Identity]:
         """The other workers that hold claims and are not known to be gone, in no order."""
-        fresh = self._write_identity()
-        try:
-            now = fresh.stat().st_mtime
-        finally:
-            fresh.unlink(missing_ok=True)
+        now = self._file_server_s()
         found = []
         for path in self._folder.rglob("*.json"):
             holder = read_identity(path) if path.is_file() else None
@@ -168,15 +168,39 @@ class Claims:
                 found.append(holder)
         return found
 
-    def is_dead(self, worker: str) -> bool:
-        """Tell whether a worker, named as its temporary files name it, is known to be dead.
+    def abandoned(self, paths: Iterable[Path]) -> list[Path]:
+        """Those of some files, named after the workers that wrote them, that are nobody's any more.
 
-        True only where this process can see that: a worker of this host, boot and container
-        whose process is not there. Others may be writing at this moment.
+        A worker of this host, boot and container is looked at; what others wrote is left alone
+        until nobody has touched it for ABANDONED_S: they may be writing at this moment.
         """
+        found, unseen = [], []
+        for path in paths:
+            alive = self._runs_here(path.name.strip(".").partition(".")[0])
+            if alive is None:
+                unseen.append(path)
+            elif not alive:
+                found.append(path)
+        if unseen:
+            now = self._file_server_s()
+            found += [path for path in unseen if _age_s(path, now) > ABANDONED_S]
+        return found
+
+    def _runs_here(self, worker: str) -> bool | None:
+        """Tell by a worker's name whether it runs, or None where this process cannot see that."""
         place, _, rest = self._identity.worker.rpartition(f"-{self._identity.pid}-")
         where, pid = worker.rpartition("-")[0].rpartition("-")[::2]
-        return bool(rest) and where == place and pid.isdigit() and _start_ticks(int(pid)) is None
+        if not rest or where != place or not pid.isdigit():
+            return None
+        return _start_ticks(int(pid)) is not None
+
+    def _file_server_s(self) -> float:
+        """What the file server's clock says, in Unix seconds."""
+        fresh = self._write_identity()
+        try:
+            return fresh.stat().st_mtime
+        finally:
+            fresh.unlink(missing_ok=True)
 
     def _evict(self, path: Path, now: float, exclusive: bool) -> bool:
         """Remove a claim whose holder is gone; False where it has to stay.
@@ -208,10 +232,7 @@ class Claims:
             return True
         if alive and exclusive:
             return False
-        try:
-            return now - path.stat().st_mtime > self._stale_s
-        except FileNotFoundError:
-            return True
+        return _age_s(path, now) > self._stale_s
 
     def _write_identity(self) -> Path:
         fresh = self._own_file()
@@ -314,6 +335,14 @@ def read_identity(path: Path) -> Identity | None:
         raise
     except (ValueError, TypeError):
         return None
+
+
+def _age_s(path: Path, now_s: float) -> float:
+    """How long nobody has touched a file; for ever where it is gone."""
+    try:
+        return now_s - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _count(text: str) -> int:

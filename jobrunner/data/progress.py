@@ -125,11 +125,12 @@ class Progress:
         return ShardProgress(rows, done, tally, merged=False)
 
 
-def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], bool]) -> None:
+def clean_up(
+    run: RunDirectory, shards: Iterable[str], abandoned: Callable[[list[Path]], list[Path]]
+) -> None:
     """Remove what a kill left behind between a commit and the removal that follows it.
 
-    `is_dead` tells of a worker, by its name, that it is known to be dead: only its temporary
-    files are nobody's.
+    `abandoned` picks from files that are named after workers those that are nobody's any more.
     """
     for shard in shards:
         if not run.result(shard).exists():
@@ -138,10 +139,8 @@ def clean_up(run: RunDirectory, shards: Iterable[str], is_dead: Callable[[str], 
             discard_leftovers(run, shard)
         else:
             remove_replaced(run, shard)
-    remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
-    remove([path for path in files_in(run.idle) if is_dead(path.name)])
-    # what a worker said of itself is named like its temporary files
-    remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
+    for folder in (run.temporary, run.idle, run.status):
+        remove(abandoned(files_in(folder)))
 
 
 def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> None:
@@ -151,7 +150,7 @@ def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> Non
         remove([target])
         return
     table = pa.Table.from_pylist([_saved(partial) for partial in partials], schema=PARTIAL_SCHEMA)
-    with run.writing(target) as temporary:
+    with run.writing(target, folders=False) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 

@@ -205,9 +205,9 @@ def note_crash(run: RunDirectory, pid: int) -> None:
             path.with_suffix(".crash").touch()
 
 
-def discard_dead_flights(run: RunDirectory, is_dead: Callable[[str], bool]) -> None:
-    """Remove the journals of dead workers: every row is done."""
-    remove([path for path in files_in(run.flights) if is_dead(path.name.partition(".")[0])])
+def discard_dead_flights(run: RunDirectory, abandoned: Callable[[list[Path]], list[Path]]) -> None:
+    """Remove the journals of dead workers, as `abandoned` picks them: every row is done."""
+    remove(abandoned(files_in(run.flights)))
 
 
 def _entry(line: str) -> list[Any]:

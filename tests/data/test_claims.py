@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -107,11 +108,36 @@ def test_sweep_removes_claims_of_the_dead_only(tmp_path, me):
     assert [path.stem for path in tmp_path.rglob("*.json")] == ["far"]
 
 
-def test_workers_are_known_to_be_gone_by_their_names_only_on_this_host(tmp_path, me):
+def files_of(tmp_path, names, age_s=0.0):
+    """Files named after workers, untouched for so long."""
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    return paths
+
+
+def test_files_of_dead_workers_of_this_host_are_abandoned_at_once(tmp_path, me):
     mine = claims_of(tmp_path, me)
-    assert not mine.is_dead(me.worker)
-    assert mine.is_dead(dead(me).worker)
-    assert not mine.is_dead(replace(dead(me), host="elsewhere").worker)
+    gone = dead(me).worker
+    names = [gone, f"{gone}.ab12", f"{gone}.jsonl", f".{gone}.json.tmp"]
+    paths = files_of(tmp_path, names)
+    alive = files_of(tmp_path, [me.worker, f"{me.worker}.ab12"], age_s=7 * 86400)
+    assert mine.abandoned([*paths, *alive]) == paths
+
+
+def test_files_that_nobody_touches_are_abandoned_in_the_end_whoever_wrote_them(tmp_path, me):
+    """A machine that lost its power, a container or a node that never comes back."""
+    mine = claims_of(tmp_path, me)
+    strangers = [
+        replace(me, host="elsewhere"),
+        replace(me, boot="before"),
+        replace(dead(me), pid_namespace="pid:[1]"),
+    ]
+    names = [*(f"{one.worker}.ab12" for one in strangers), "x", "a-b", "a-b-c", "core", ".nfs0001"]
+    assert mine.abandoned(files_of(tmp_path, names, age_s=3000)) == []
+    old = files_of(tmp_path, names, age_s=4000)
+    assert mine.abandoned(old) == old
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}'])
@@ -131,17 +157,6 @@ def test_a_device_name_fits_a_file_name_on_the_largest_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(511)))
     assert many != device_name("cpu")
     assert len(many) < 100
-
-
-def test_strange_names_of_temporary_files_belong_to_nobody_known(tmp_path, me):
-    mine = claims_of(tmp_path, me)
-    for name in ("", "x", "a-b", "a-b-c", "core"):
-        assert not mine.is_dead(name)
-
-
-def test_a_worker_of_another_container_on_this_host_is_not_known_to_be_dead(tmp_path, me):
-    other = replace(dead(me), pid_namespace="pid:[1]")
-    assert not claims_of(tmp_path, me).is_dead(other.worker)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
