@@ -37,7 +37,7 @@ from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
 from jobrunner.data.openai.writing import Answering, writing_answers
-from jobrunner.data.progress import Progress, clean_up
+from jobrunner.data.progress import Progress, clean_up, discard_abandoned
 from jobrunner.data.results.merge import merge_shard
 from jobrunner.data.results.outcomes import extras_of
 from jobrunner.data.results.parts import Results, Tally
@@ -120,6 +120,7 @@ def run(
             _tell_finished(finished, directory)
         # what a worker left that died while another one finished the job
         claims = Claims(directory.claims, directory.temporary, likely)
+        discard_abandoned(directory, claims.abandoned)
         discard_dead_flights(directory, claims.abandoned)
         claims.sweep()
         return _sum_up(finished, directory)

@@ -220,7 +220,7 @@ class Campaign:
     def _live(self, device: str, prepare: Callable[[], None]) -> int:
         """Be a worker."""
         # what takes minutes in earnest takes part of a second here
-        Claims.__init__.__defaults__ = (1.0,)
+        Claims.__init__.__defaults__ = (1.0, time.monotonic)
         workers.STALE_S = 1.0  # type: ignore[attr-defined]
         ledger.POLL_S, ledger.GIVEN_S = 0.05, 0.5
         ledger.HEARTBEAT_S = 0.2  # type: ignore[attr-defined]

@@ -91,8 +91,8 @@ def told(recorder):
     """Let the recorder know what workers hear is committed."""
     real = Results.commit
 
-    def commit(self):
-        committed = real(self)
+    def commit(self, *arguments):
+        committed = real(self, *arguments)
         recorder.tell({shard: list(rows) for shard, rows in committed.items()})
         return committed
 

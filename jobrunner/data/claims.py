@@ -1,7 +1,8 @@
 """Decide who works on what. Claims save work and nothing more: results never depend on them.
 
 A claim is a small file that names its holder, created atomically, its modification time the
-holder's heartbeat. Times are compared with the file server's clock, never with this machine's.
+holder's heartbeat. Times are compared with the file server's clock, never with this machine's; and
+as any clock may be set anew, who takes a claim over has watched it for a while without a heartbeat.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,9 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
+# One that has an old heartbeat is watched for this share of that time before it is taken over, three
+# heartbeats long: had a clock been set ahead, a holder that lives would have given another.
+WATCHED_SHARE = 4
 # A file of a worker that cannot be looked at is nobody's after so long: its machine may be off for
 # good, or know nothing of what ran before it was switched on again.
 ABANDONED_S = 3600.0
@@ -85,13 +90,21 @@ class Claims:
     """The claims of one worker in one run directory."""
 
     def __init__(
-        self, folder: Path, temporary: Path, identity: Identity, stale_s: float = STALE_S
+        self,
+        folder: Path,
+        temporary: Path,
+        identity: Identity,
+        stale_s: float = STALE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._temporary = temporary
         self._identity = identity
         self._stale_s = stale_s
+        self._clock = clock
         self._held: dict[str, Path] = {}
+        # the last heartbeat seen of a claim of somebody else, and when it was first seen
+        self._watched: dict[Path, tuple[float, float]] = {}
 
     def acquire(self, name: str, *, exclusive: bool = False) -> bool:
         """Claim `name`, or take it over from a holder that is gone; False where one is alive.
@@ -117,6 +130,7 @@ class Claims:
             else:
                 return False
             self._held[name] = path
+            self._watched.pop(path, None)
             return True
         finally:
             fresh.unlink(missing_ok=True)
@@ -232,7 +246,24 @@ class Claims:
             return True
         if alive and exclusive:
             return False
-        return _age_s(path, now) > self._stale_s
+        try:
+            heartbeat_s = path.stat().st_mtime
+        except FileNotFoundError:
+            return True
+        old = now - heartbeat_s > self._stale_s
+        if exclusive:
+            # a device is asked for once, as a worker starts
+            return old
+        return self._silent_s(path, heartbeat_s) > self._stale_s / (WATCHED_SHARE if old else 1)
+
+    def _silent_s(self, path: Path, heartbeat_s: float) -> float:
+        """How long this worker has seen no other heartbeat of a claim."""
+        now_s = self._clock()
+        last_s, since_s = self._watched.get(path, (math.nan, now_s))
+        if last_s != heartbeat_s:
+            since_s = now_s
+            self._watched[path] = heartbeat_s, since_s
+        return now_s - since_s
 
     def _write_identity(self) -> Path:
         fresh = self._own_file()

@@ -139,7 +139,13 @@ def clean_up(
             discard_leftovers(run, shard)
         else:
             remove_replaced(run, shard)
-    for folder in (run.temporary, run.idle, run.status):
+    discard_abandoned(run, abandoned)
+    remove(abandoned(files_in(run.status)))
+
+
+def discard_abandoned(run: RunDirectory, abandoned: Callable[[list[Path]], list[Path]]) -> None:
+    """Remove what workers that are gone were writing, and their word that they wait for work."""
+    for folder in (run.temporary, run.idle):
         remove(abandoned(files_in(folder)))
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jobrunner.data.claims import Claims, Identity, device_name
+from tests.fakes import StillClock
 
 
 @pytest.fixture
@@ -16,10 +17,10 @@ def me():
     return Identity.of_this_process("cpu-0")
 
 
-def claims_of(tmp_path, identity, stale_s=120.0):
+def claims_of(tmp_path, identity, stale_s=120.0, clock=time.monotonic):
     temporary = tmp_path / "tmp"
     temporary.mkdir(exist_ok=True)
-    return Claims(tmp_path, temporary, identity, stale_s)
+    return Claims(tmp_path, temporary, identity, stale_s, clock)
 
 
 def dead(identity):
@@ -69,27 +70,69 @@ def test_a_requeued_slurm_job_outlives_its_ghost_on_another_node(me):
     assert replace(me, slurm_job="8", slurm_restarts=1).knows_alive(ghost) is None
 
 
+DAY_S = 86400.0
+
+
+def shift(path, seconds):
+    """Let a heartbeat be older by the file server's clock, or let that clock have gone on."""
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+
 def test_a_claim_from_elsewhere_goes_stale_without_heartbeats(tmp_path, me):
+    clock = StillClock()
     elsewhere = claims_of(tmp_path, replace(me, host="elsewhere"))
-    mine = claims_of(tmp_path, me, stale_s=30)
+    mine = claims_of(tmp_path, me, clock=clock)
     assert elsewhere.acquire("spans/a/0")
     path = tmp_path / "spans/a/0.json"
-    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    shift(path, 200)
+    assert not mine.acquire("spans/a/0"), "it has not been looked at for long enough"
     elsewhere.heartbeat()
+    clock.now += 40
+    assert not mine.acquire("spans/a/0"), "it was alive meanwhile"
+    shift(path, 200)
     assert not mine.acquire("spans/a/0")
-    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    clock.now += 40
     assert mine.acquire("spans/a/0")
 
 
 def test_a_stopped_holder_loses_a_span_but_never_its_device(tmp_path, me):
+    clock = StillClock()
     holder = claims_of(tmp_path, me)
-    other = claims_of(tmp_path, replace(me, token="other"), stale_s=30)
+    other = claims_of(tmp_path, replace(me, token="other"), clock=clock)
     for name in ("span", "device"):
         assert holder.acquire(name)
-        path = tmp_path / f"{name}.json"
-        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+        shift(tmp_path / f"{name}.json", 200)
+    assert not other.acquire("span")
+    clock.now += 40
     assert other.acquire("span")
     assert not other.acquire("device", exclusive=True)
+
+
+def test_a_clock_that_jumps_ahead_by_days_takes_no_span_from_a_live_worker(tmp_path, me):
+    clock = StillClock()
+    holder = claims_of(tmp_path, replace(me, host="elsewhere"))
+    other = claims_of(tmp_path, me, clock=clock)
+    assert holder.acquire("span")
+    # by the clock as it is now the last heartbeat was days ago
+    shift(tmp_path / "span.json", 3 * DAY_S)
+    for _ in range(60):
+        assert not other.acquire("span")
+        clock.now += 10
+        holder.heartbeat()
+
+
+def test_a_clock_that_jumps_back_by_days_keeps_no_span_from_the_living(tmp_path, me):
+    clock = StillClock()
+    gone = claims_of(tmp_path, replace(me, host="elsewhere"))
+    other = claims_of(tmp_path, me, clock=clock)
+    assert gone.acquire("span")
+    # by the clock as it is now the last heartbeat comes in days
+    shift(tmp_path / "span.json", -3 * DAY_S)
+    assert not other.acquire("span")
+    clock.now += 110
+    assert not other.acquire("span")
+    clock.now += 20
+    assert other.acquire("span")
 
 
 def test_a_claim_that_was_taken_over_is_neither_kept_alive_nor_released(tmp_path, me):
