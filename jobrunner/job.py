@@ -133,6 +133,7 @@ def run(
     remember(directory, fingerprint)
     claims = Claims(directory.claims, directory.temporary, identity)
     with (
+        _telling_if_gone(directory),
         holding_device(claims, identity),
         _log_file(directory.root / "log.txt"),
         _console(settings, directory, identity) as console,
@@ -464,7 +465,22 @@ def _create(directory: RunDirectory) -> None:
     except OSError as error:
         raise InfrastructureError(
             f"cannot make the run directory `{directory.root}`: {error.strerror}",
-            hint="check the path and its permissions, or choose another output.path",
+            hint="mend that or choose another output.path, then run the same command again",
+        ) from error
+
+
+@contextmanager
+def _telling_if_gone(directory: RunDirectory) -> Iterator[None]:
+    """Say so where the run directory went while the job ran, whatever showed that first."""
+    try:
+        yield
+    except (OSError, InfrastructureError) as error:
+        if directory.job_file.exists():
+            raise
+        raise InfrastructureError(
+            f"the run directory `{directory.root}` was removed or moved while the job ran",
+            hint="put it back, then run the same command again: what was committed in it counts;"
+            " without it the job begins anew",
         ) from error
 
 

@@ -26,8 +26,8 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
-# One that has an old heartbeat is watched for this share of that time before it is taken over, three
-# heartbeats long: had a clock been set ahead, a holder that lives would have given another.
+# One that has an old heartbeat is watched for this share of that time before it is taken over,
+# three heartbeats long: had a clock been set ahead, a holder that lives would have given another.
 WATCHED_SHARE = 4
 # A file of a worker that cannot be looked at is nobody's after so long: its machine may be off for
 # good, or know nothing of what ran before it was switched on again.

@@ -321,7 +321,7 @@ class Ledger:
         return [shard]
 
     def _keep_alive(self) -> None:
-        """Give a heartbeat if it is time; also between the files of a checkpoint: disks are slow."""
+        """Give a heartbeat if it is time; also between files of a checkpoint: disks are slow."""
         now_s = self._clock()
         if now_s - self._heartbeat_s > HEARTBEAT_S:
             self._heartbeat_s = now_s

@@ -103,13 +103,17 @@ class Flight:
 
     def _write_anew(self) -> None:
         temporary = self._path.with_suffix(".new")
-        earlier, self._file = self._file, temporary.open("wb", buffering=0)
-        if earlier is not None:
-            earlier.close()
-        self._lines = 0
-        self._write([["worker", asdict(self._identity)]])
-        self._write([["+", *row, tokens] for row, tokens in self._rows.items()])
-        os.replace(temporary, self._path)
+        try:
+            earlier, self._file = self._file, temporary.open("wb", buffering=0)
+            if earlier is not None:
+                earlier.close()
+            self._lines = 0
+            self._write([["worker", asdict(self._identity)]])
+            self._write([["+", *row, tokens] for row, tokens in self._rows.items()])
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
