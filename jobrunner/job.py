@@ -20,6 +20,7 @@ from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
+from jobrunner.console.printable import printable_lines
 from jobrunner.console.stats import Stats, Totals, no_device_memory
 from jobrunner.console.view import summary
 from jobrunner.data.claims import (
@@ -487,13 +488,20 @@ def _telling_if_gone(directory: RunDirectory) -> Iterator[None]:
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     handler = _LogFile(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    handler.setFormatter(_Printable("%(asctime)s %(process)d %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+class _Printable(logging.Formatter):
+    """Lets names and texts from outside write no control characters, and no lines of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
