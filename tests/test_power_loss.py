@@ -277,11 +277,12 @@ def test_power_lost_after_a_kill_loses_nothing_that_came_after_the_kill(world, f
 @pytest.mark.parametrize("seed", range(4))
 def test_power_lost_at_many_moments_loses_nothing_committed(world, seed):
     for overrides in CASES.values():
-        make_campaign(world, overrides).run(seed=seed, looks=600, resumes=60)
+        make_campaign(world, overrides).run(seed=seed, looks=300, resumes=20)
         shutil.rmtree(world.directory.root)
-    make_retry_campaign(world).run(seed=seed, looks=300, resumes=60)
-    for _ in range(10):
+    make_retry_campaign(world).run(seed=seed, looks=150, resumes=20)
+    draw = random.Random(seed)
+    for _ in range(5):
         shutil.rmtree(world.directory.root)
-        place = random.Random(seed).random()
+        place = draw.random()
         killed = make_killed_campaign(world, lambda events, place=place: int(place * len(events)))
-        killed.run(seed=seed, looks=60, resumes=6)
+        killed.run(seed=seed, looks=40, resumes=4)
