@@ -5,6 +5,7 @@ Nothing that takes time is imported here: `cbjob --help` answers at once.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -315,6 +316,14 @@ def simulate(
     )
 
 
+_MENDS = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "remove files or get a higher quota there",
+    errno.EROFS: "make that disk writable again",
+    errno.EACCES: "give yourself access to it",
+}
+
+
 def main() -> None:
     """Run the command line; every error that has a cause the user can mend is said in words."""
     try:
@@ -329,7 +338,17 @@ def main() -> None:
             # exit handlers would wait for the device
             leave_at_once(code)
     except OSError as error:
-        _say(str(error), "mend it, then run the same command again: nothing committed is lost")
+        mend = _MENDS.get(error.errno or 0, "mend it")
+        _say(str(error), f"{mend}, then run the same command again: nothing committed is lost")
+        code = ExitCode.INFRASTRUCTURE
+    except MemoryError as error:
+        _say(
+            f"this machine has no more memory: {error}"
+            if str(error)
+            else "this machine has no more memory",
+            "close other programs or lower `batching.kv_memory`, `batching.max_batch_size` or"
+            " `workers.count`, then run the same command again: nothing committed is lost",
+        )
         code = ExitCode.INFRASTRUCTURE
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted: what was committed is kept", "the same command goes on from there")

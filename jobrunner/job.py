@@ -20,6 +20,7 @@ from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
+from jobrunner.console.printable import printable_lines
 from jobrunner.console.stats import Stats, Totals, no_device_memory
 from jobrunner.console.view import summary
 from jobrunner.data.claims import (
@@ -120,8 +121,8 @@ def run(
             _tell_finished(finished, directory)
         # what a worker left that died while another one finished the job
         claims = Claims(directory.claims, directory.temporary, likely)
-        clean_up(directory, finished.shards, claims.is_dead, keep_status=True)
-        discard_dead_flights(directory, claims.is_dead)
+        clean_up(directory, finished.shards, claims.abandoned, keep_status=True)
+        discard_dead_flights(directory, claims.abandoned)
         claims.sweep()
         return _sum_up(finished, directory)
     refuse_busy_device(directory.claims, likely)
@@ -133,12 +134,13 @@ def run(
     remember(directory, fingerprint)
     claims = Claims(directory.claims, directory.temporary, identity)
     with (
+        _telling_if_gone(directory),
         holding_device(claims, identity),
         _log_file(directory.root / "log.txt"),
         _console(settings, directory, identity) as console,
     ):
         claims.sweep()
-        clean_up(directory, job.input.shards, claims.is_dead)
+        clean_up(directory, job.input.shards, claims.abandoned)
         suspects = Suspects(directory, identity)
         if retry_errors:
             suspects.look()
@@ -163,8 +165,8 @@ def run(
             _work(job, ledger, progress, console, stop, open_engine, observe, flight, suspects)
         if progress.complete:
             # what another worker wrote while this one merged
-            clean_up(directory, job.input.shards, claims.is_dead)
-            discard_dead_flights(directory, claims.is_dead)
+            clean_up(directory, job.input.shards, claims.abandoned)
+            discard_dead_flights(directory, claims.abandoned)
             suspects.forget()
             remember_finished(directory, settings)
         return _sum_up(progress, directory)
@@ -483,20 +485,42 @@ def _create(directory: RunDirectory) -> None:
     except OSError as error:
         raise InfrastructureError(
             f"cannot make the run directory `{directory.root}`: {error.strerror}",
-            hint="check the path and its permissions, or choose another output.path",
+            hint="mend that or choose another output.path, then run the same command again",
+        ) from error
+
+
+@contextmanager
+def _telling_if_gone(directory: RunDirectory) -> Iterator[None]:
+    """Say so where the run directory went while the job ran, whatever showed that first."""
+    try:
+        yield
+    except (OSError, InfrastructureError) as error:
+        if directory.job_file.exists():
+            raise
+        raise InfrastructureError(
+            f"the run directory `{directory.root}` was removed or moved while the job ran",
+            hint="put it back, then run the same command again: what was committed in it counts;"
+            " without it the job begins anew",
         ) from error
 
 
 @contextmanager
 def _log_file(path: Path) -> Iterator[None]:
     handler = _LogFile(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(process)d %(levelname)s %(message)s"))
+    handler.setFormatter(_Printable("%(asctime)s %(process)d %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
         yield
     finally:
         log.removeHandler(handler)
         handler.close()
+
+
+class _Printable(logging.Formatter):
+    """Lets names and texts from outside write no control characters, and no lines of their own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable_lines(super().format(record))
 
 
 class _LogFile(logging.FileHandler):

@@ -255,7 +255,7 @@ class Campaign:
         """Be a worker."""
         # what takes minutes in earnest takes part of a second here
         slower = self._model.slower
-        Claims.__init__.__defaults__ = (slower,)
+        Claims.__init__.__defaults__ = (slower, time.monotonic)
         workers.STALE_S = slower  # type: ignore[attr-defined]
         ledger.POLL_S, ledger.GIVEN_S = 0.05, 0.5 * slower
         ledger.HEARTBEAT_S = 0.2 * slower  # type: ignore[attr-defined]

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from jobrunner import cli, job
 from jobrunner.commands import workers
@@ -35,20 +36,6 @@ COMMAND = (sys.executable, "-m", "tests.fake_cbjob")
 def read_fake_model(settings: Settings, folder: Path) -> Any:
     """Stand for what reads a model's configuration."""
     return SimpleNamespace(device="cpu", dtype="float32", max_model_len=2048)
-
-
-def save_fake_model(folder: Path) -> Path:
-    """A folder with a tokenizer of bytes, which is all that the fake model has of a model."""
-    letters = ["<bos>", "<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(letters[:3])
-    folder.mkdir(parents=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"vocab_size": len(letters), "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def open_fake_engine(job: Job) -> Engine:
@@ -75,11 +62,25 @@ class FakeTokenizer:
     chat_template = None
 
     def __init__(self, folder: Path) -> None:
-        self.backend_tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         self.added_tokens_decoder = self.backend_tokenizer.get_added_tokens_decoder()
 
     def __len__(self) -> int:
         return int(self.backend_tokenizer.get_vocab_size())
+
+
+def save_fake_model(folder: Path) -> Path:
+    """A folder with a tokenizer of bytes, which is all that the fake model has of a model."""
+    letters = ["<bos>", "<pad>", "<end>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    spelling = tokenizers.Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelling.decoder = decoders.ByteLevel()
+    spelling.add_special_tokens(letters[:3])
+    folder.mkdir(parents=True)
+    spelling.save(str(folder / "tokenizer.json"))
+    config = {"vocab_size": len(letters), "eos_token_id": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def _die(how: str) -> None:

@@ -194,8 +194,8 @@ class World:
         """Files of state that a finished job should not have."""
         state = self.directory.state
         found = [path.relative_to(state).as_posix() for path in state.rglob("*") if path.is_file()]
-        # a finished job can still be asked for its status
-        stays = ("job.json", "finished.json", "status/")
+        # a finished job can still be asked for its status, and JSON lines have no footer
+        stays = ("job.json", "finished.json", "status/", "tallies/")
         return [name for name in found if not name.startswith(stays)]
 
 

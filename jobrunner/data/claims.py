@@ -1,17 +1,20 @@
 """Decide who works on what. Claims save work and nothing more: results never depend on them.
 
 A claim is a small file that names its holder, created atomically, its modification time the
-holder's heartbeat. Times are compared with the file server's clock, never with this machine's.
+holder's heartbeat. Times are compared with the file server's clock, never with this machine's; and
+as any clock may be set anew, who takes a claim over has watched it for a while without a heartbeat.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +26,12 @@ from jobrunner.errors import DeviceBusyError
 # a heartbeat; the loop gives one every HEARTBEAT_S, and no step takes that long.
 STALE_S = 120.0
 HEARTBEAT_S = 10.0
+# One that has an old heartbeat is watched for this share of that time before it is taken over,
+# three heartbeats long: had a clock been set ahead, a holder that lives would have given another.
+WATCHED_SHARE = 4
+# A file of a worker that cannot be looked at is nobody's after so long: its machine may be off for
+# good, or know nothing of what ran before it was switched on again.
+ABANDONED_S = 3600.0
 # set by whoever starts several workers that may use the same cores
 TASK_VARIABLE = "CBJOB_TASK"
 
@@ -81,13 +90,21 @@ class Claims:
     """The claims of one worker in one run directory."""
 
     def __init__(
-        self, folder: Path, temporary: Path, identity: Identity, stale_s: float = STALE_S
+        self,
+        folder: Path,
+        temporary: Path,
+        identity: Identity,
+        stale_s: float = STALE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._temporary = temporary
         self._identity = identity
         self._stale_s = stale_s
+        self._clock = clock
         self._held: dict[str, Path] = {}
+        # the last heartbeat seen of a claim of somebody else, and when it was first seen
+        self._watched: dict[Path, tuple[float, float]] = {}
 
     def acquire(self, name: str, *, exclusive: bool = False) -> bool:
         """Claim `name`, or take it over from a holder that is gone; False where one is alive.
@@ -113,6 +130,7 @@ class Claims:
             else:
                 return False
             self._held[name] = path
+            self._watched.pop(path, None)
             return True
         finally:
             fresh.unlink(missing_ok=True)
@@ -154,11 +172,7 @@ class Claims:
 
     def others(self) -> list[Identity]:
         """The other workers that hold claims and are not known to be gone, in no order."""
-        fresh = self._write_identity()
-        try:
-            now = fresh.stat().st_mtime
-        finally:
-            fresh.unlink(missing_ok=True)
+        now = self._file_server_s()
         found = []
         for path in self._folder.rglob("*.json"):
             holder = read_identity(path) if path.is_file() else None
@@ -168,15 +182,39 @@ class Claims:
                 found.append(holder)
         return found
 
-    def is_dead(self, worker: str) -> bool:
-        """Tell whether a worker, named as its temporary files name it, is known to be dead.
+    def abandoned(self, paths: Iterable[Path]) -> list[Path]:
+        """Those of some files, named after the workers that wrote them, that are nobody's any more.
 
-        True only where this process can see that: a worker of this host, boot and container
-        whose process is not there. Others may be writing at this moment.
+        A worker of this host, boot and container is looked at; what others wrote is left alone
+        until nobody has touched it for ABANDONED_S: they may be writing at this moment.
         """
+        found, unseen = [], []
+        for path in paths:
+            alive = self._runs_here(path.name.strip(".").partition(".")[0])
+            if alive is None:
+                unseen.append(path)
+            elif not alive:
+                found.append(path)
+        if unseen:
+            now = self._file_server_s()
+            found += [path for path in unseen if _age_s(path, now) > ABANDONED_S]
+        return found
+
+    def _runs_here(self, worker: str) -> bool | None:
+        """Tell by a worker's name whether it runs, or None where this process cannot see that."""
         place, _, rest = self._identity.worker.rpartition(f"-{self._identity.pid}-")
         where, pid = worker.rpartition("-")[0].rpartition("-")[::2]
-        return bool(rest) and where == place and pid.isdigit() and _start_ticks(int(pid)) is None
+        if not rest or where != place or not pid.isdigit():
+            return None
+        return _start_ticks(int(pid)) is not None
+
+    def _file_server_s(self) -> float:
+        """What the file server's clock says, in Unix seconds."""
+        fresh = self._write_identity()
+        try:
+            return fresh.stat().st_mtime
+        finally:
+            fresh.unlink(missing_ok=True)
 
     def _evict(self, path: Path, now: float, exclusive: bool) -> bool:
         """Remove a claim whose holder is gone; False where it has to stay.
@@ -209,9 +247,23 @@ class Claims:
         if alive and exclusive:
             return False
         try:
-            return now - path.stat().st_mtime > self._stale_s
+            heartbeat_s = path.stat().st_mtime
         except FileNotFoundError:
             return True
+        old = now - heartbeat_s > self._stale_s
+        if exclusive:
+            # a device is asked for once, as a worker starts
+            return old
+        return self._silent_s(path, heartbeat_s) > self._stale_s / (WATCHED_SHARE if old else 1)
+
+    def _silent_s(self, path: Path, heartbeat_s: float) -> float:
+        """How long this worker has seen no other heartbeat of a claim."""
+        now_s = self._clock()
+        last_s, since_s = self._watched.get(path, (math.nan, now_s))
+        if last_s != heartbeat_s:
+            since_s = now_s
+            self._watched[path] = heartbeat_s, since_s
+        return now_s - since_s
 
     def _write_identity(self) -> Path:
         fresh = self._own_file()
@@ -314,6 +366,14 @@ def read_identity(path: Path) -> Identity | None:
         raise
     except (ValueError, TypeError):
         return None
+
+
+def _age_s(path: Path, now_s: float) -> float:
+    """How long nobody has touched a file; for ever where it is gone."""
+    try:
+        return now_s - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
 
 
 def _count(text: str) -> int:

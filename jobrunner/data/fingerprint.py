@@ -30,6 +30,8 @@ def remember(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
             )
         _write_first(run, now)
         recorded = read_fingerprint(run) or {}
+    # whoever wrote it may have died before it was on the disk, where parts come to be
+    sync(run.state)
     differences = [
         f"  {key}: {show(recorded.get(key, ABSENT))} then, {show(now.get(key, ABSENT))} now"
         for key in sorted({*recorded, *now})
@@ -68,7 +70,6 @@ def _write_first(run: RunDirectory, fingerprint: Mapping[str, Any]) -> None:
         fresh.write_text(json.dumps(fingerprint, indent=1, sort_keys=True))
         sync(fresh)
         os.link(fresh, run.job_file)
-        sync(run.state)
     except FileExistsError:
         return
     finally:

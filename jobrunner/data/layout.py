@@ -177,24 +177,26 @@ class RunDirectory:
         """Make the folders that everything else needs."""
         for folder in (self.results, self.claims, self.temporary):
             make_folder(folder)
+            sync_up(folder, self.root)
 
     @contextmanager
-    def writing(self, target: Path) -> Iterator[Path]:
+    def writing(self, target: Path, *, folders: bool = True) -> Iterator[Path]:
         """Give a temporary path that becomes `target` when the block ends well.
 
-        The content is on the disk before the name is, and the name before the block returns;
-        after a failure or a kill there is no `target`, or the old one.
+        The content is on the disk before the name is, and the name before the block returns, with
+        `folders` also those of the folders above it; what need not outlive every loss of power is
+        written faster without. After a failure or a kill there is no `target`, or the old one.
         """
         temporary = self.temporary / f"{self.worker}.{secrets.token_hex(4)}"
         try:
             yield temporary
             sync(temporary)
-            _move(temporary, target)
+            _move(temporary, target, self.root if folders else target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 
 
-def _move(temporary: Path, target: Path) -> None:
+def _move(temporary: Path, target: Path, top: Path) -> None:
     """Give a file its name, for good; another worker may prune the folder it goes to."""
     while True:
         make_folder(target.parent)
@@ -205,7 +207,7 @@ def _move(temporary: Path, target: Path) -> None:
                 raise
             continue
         try:
-            sync(target.parent)
+            sync_up(target.parent, top)
         except FileNotFoundError:
             # the shard is merged: what was just written is not needed any more
             pass
@@ -238,8 +240,22 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # which file it is the error itself does not say
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(descriptor)
+
+
+def sync_up(folder: Path, top: Path) -> None:
+    """Wait until the names in `folder`, and its own up to `top`, are on the disk.
+
+    That a folder is there does not say so: who made it may have died, or not come to it yet.
+    """
+    sync(folder)
+    while folder != top:
+        folder = folder.parent
+        sync(folder)
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -88,7 +88,7 @@ class Ledger:
         self._idlers = Idlers(run)
         self._shared_s = -math.inf
         self._let_go_of_one = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._merging: tuple[str, Future[Tally]] | None = None
         self._clock = clock
         self._heartbeat_s = clock()
@@ -295,12 +295,13 @@ class Ledger:
         """
         for shard in self._results.shards:
             self._check_input(shard)
-        committed = self._results.commit()
+        committed = self._results.commit(self._keep_alive)
         partials: dict[str, list[Partial]] = defaultdict(list)
         for saved in chain(in_flight, self._gathering.partials()):
             partials[saved.id.shard].append(saved)
         for shard in committed:
             compact(self._run, shard)
+            self._keep_alive()
         with self._lock:
             self._progress.mark_done(committed)
             for shard in committed:
@@ -313,6 +314,7 @@ class Ledger:
                     self._let_go(span)
                 else:
                     self._save(span, partials[span.shard])
+                self._keep_alive()
             self._claims.heartbeat()
             self._start_merge()
 
@@ -321,11 +323,7 @@ class Ledger:
 
         Cheap, for every step. Raises what a merge raised.
         """
-        now_s = self._clock()
-        if now_s - self._heartbeat_s > HEARTBEAT_S:
-            self._heartbeat_s = now_s
-            with self._lock:
-                self._claims.heartbeat()
+        self._keep_alive()
         if self._merging is None or not self._merging[1].done():
             return []
         (shard, merge), self._merging = self._merging, None
@@ -335,6 +333,14 @@ class Ledger:
             self._claims.release(_merge_claim(shard))
             self._start_merge()
         return [shard]
+
+    def _keep_alive(self) -> None:
+        """Give a heartbeat if it is time; also between files of a checkpoint: disks are slow."""
+        now_s = self._clock()
+        if now_s - self._heartbeat_s > HEARTBEAT_S:
+            self._heartbeat_s = now_s
+            with self._lock:
+                self._claims.heartbeat()
 
     def settle(self, stopped: Callable[[float], bool]) -> Iterator[list[str]]:
         """After the last row: merge what is left, and wait for what other workers merge.

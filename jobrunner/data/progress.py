@@ -133,14 +133,14 @@ class Progress:
 def clean_up(
     run: RunDirectory,
     shards: Iterable[str],
-    is_dead: Callable[[str], bool],
+    abandoned: Callable[[list[Path]], list[Path]],
     *,
     keep_status: bool = False,
 ) -> None:
     """Remove what a kill left behind between a commit and the removal that follows it.
 
-    `is_dead` tells of a worker, by its name, that it is known to be dead: only its temporary
-    files are nobody's. What it last said of itself goes too, unless `keep_status`.
+    `abandoned` picks from files that are named after workers those that are nobody's any more.
+    What such a worker last said of itself goes too, unless `keep_status`.
     """
     for shard in shards:
         if not run.result(shard).exists():
@@ -149,12 +149,11 @@ def clean_up(
             discard_leftovers(run, shard)
         else:
             remove_replaced(run, shard)
-    remove([path for path in files_in(run.temporary) if is_dead(path.name.partition(".")[0])])
-    remove([path for path in files_in(run.idle) if is_dead(path.name)])
-    if keep_status:
-        return
-    # what a worker said of itself is named like its temporary files
-    remove([path for path in files_in(run.status) if is_dead(path.name.strip(".").split(".")[0])])
+    # what workers that are gone were writing, and their word that they wait for work
+    for folder in (run.temporary, run.idle):
+        remove(abandoned(files_in(folder)))
+    if not keep_status:
+        remove(abandoned(files_in(run.status)))
 
 
 def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> None:
@@ -164,7 +163,7 @@ def save_partials(run: RunDirectory, span: Span, partials: list[Partial]) -> Non
         remove([target])
         return
     table = pa.Table.from_pylist([_saved(partial) for partial in partials], schema=PARTIAL_SCHEMA)
-    with run.writing(target) as temporary:
+    with run.writing(target, folders=False) as temporary:
         pq.write_table(table, temporary, compression="zstd")
 
 

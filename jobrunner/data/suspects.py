@@ -106,13 +106,17 @@ class Flight:
 
     def _write_anew(self) -> None:
         temporary = self._path.with_suffix(".new")
-        earlier, self._file = self._file, temporary.open("wb", buffering=0)
-        if earlier is not None:
-            earlier.close()
-        self._lines = 0
-        self._write([["worker", asdict(self._identity)]])
-        self._write([["+", *row, tokens] for row, tokens in self._rows.items()])
-        os.replace(temporary, self._path)
+        try:
+            earlier, self._file = self._file, temporary.open("wb", buffering=0)
+            if earlier is not None:
+                earlier.close()
+            self._lines = 0
+            self._write([["worker", asdict(self._identity)]])
+            self._write([["+", *row, tokens] for row, tokens in self._rows.items()])
+            os.replace(temporary, self._path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +212,9 @@ def note_crash(run: RunDirectory, pid: int) -> None:
             path.with_suffix(".crash").touch()
 
 
-def discard_dead_flights(run: RunDirectory, is_dead: Callable[[str], bool]) -> None:
-    """Remove the journals of dead workers: every row is done."""
-    remove([path for path in files_in(run.flights) if is_dead(path.name.partition(".")[0])])
+def discard_dead_flights(run: RunDirectory, abandoned: Callable[[list[Path]], list[Path]]) -> None:
+    """Remove the journals of dead workers, as `abandoned` picks them: every row is done."""
+    remove(abandoned(files_in(run.flights)))
 
 
 def _entry(line: str) -> list[Any]:

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
 from jobrunner.data.claims import Claims, Identity, device_name
+from tests.fakes import StillClock
 
 
 @pytest.fixture
@@ -15,10 +17,10 @@ def me():
     return Identity.of_this_process("cpu-0")
 
 
-def claims_of(tmp_path, identity, stale_s=120.0):
+def claims_of(tmp_path, identity, stale_s=120.0, clock=time.monotonic):
     temporary = tmp_path / "tmp"
     temporary.mkdir(exist_ok=True)
-    return Claims(tmp_path, temporary, identity, stale_s)
+    return Claims(tmp_path, temporary, identity, stale_s, clock)
 
 
 def dead(identity):
@@ -68,27 +70,69 @@ def test_a_requeued_slurm_job_outlives_its_ghost_on_another_node(me):
     assert replace(me, slurm_job="8", slurm_restarts=1).knows_alive(ghost) is None
 
 
+DAY_S = 86400.0
+
+
+def shift(path, seconds):
+    """Let a heartbeat be older by the file server's clock, or let that clock have gone on."""
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+
 def test_a_claim_from_elsewhere_goes_stale_without_heartbeats(tmp_path, me):
+    clock = StillClock()
     elsewhere = claims_of(tmp_path, replace(me, host="elsewhere"))
-    mine = claims_of(tmp_path, me, stale_s=30)
+    mine = claims_of(tmp_path, me, clock=clock)
     assert elsewhere.acquire("spans/a/0")
     path = tmp_path / "spans/a/0.json"
-    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    shift(path, 200)
+    assert not mine.acquire("spans/a/0"), "it has not been looked at for long enough"
     elsewhere.heartbeat()
+    clock.now += 40
+    assert not mine.acquire("spans/a/0"), "it was alive meanwhile"
+    shift(path, 200)
     assert not mine.acquire("spans/a/0")
-    os.utime(path, (path.stat().st_mtime - 60,) * 2)
+    clock.now += 40
     assert mine.acquire("spans/a/0")
 
 
 def test_a_stopped_holder_loses_a_span_but_never_its_device(tmp_path, me):
+    clock = StillClock()
     holder = claims_of(tmp_path, me)
-    other = claims_of(tmp_path, replace(me, token="other"), stale_s=30)
+    other = claims_of(tmp_path, replace(me, token="other"), clock=clock)
     for name in ("span", "device"):
         assert holder.acquire(name)
-        path = tmp_path / f"{name}.json"
-        os.utime(path, (path.stat().st_mtime - 60,) * 2)
+        shift(tmp_path / f"{name}.json", 200)
+    assert not other.acquire("span")
+    clock.now += 40
     assert other.acquire("span")
     assert not other.acquire("device", exclusive=True)
+
+
+def test_a_clock_that_jumps_ahead_by_days_takes_no_span_from_a_live_worker(tmp_path, me):
+    clock = StillClock()
+    holder = claims_of(tmp_path, replace(me, host="elsewhere"))
+    other = claims_of(tmp_path, me, clock=clock)
+    assert holder.acquire("span")
+    # by the clock as it is now the last heartbeat was days ago
+    shift(tmp_path / "span.json", 3 * DAY_S)
+    for _ in range(60):
+        assert not other.acquire("span")
+        clock.now += 10
+        holder.heartbeat()
+
+
+def test_a_clock_that_jumps_back_by_days_keeps_no_span_from_the_living(tmp_path, me):
+    clock = StillClock()
+    gone = claims_of(tmp_path, replace(me, host="elsewhere"))
+    other = claims_of(tmp_path, me, clock=clock)
+    assert gone.acquire("span")
+    # by the clock as it is now the last heartbeat comes in days
+    shift(tmp_path / "span.json", -3 * DAY_S)
+    assert not other.acquire("span")
+    clock.now += 110
+    assert not other.acquire("span")
+    clock.now += 20
+    assert other.acquire("span")
 
 
 def test_a_claim_that_was_taken_over_is_neither_kept_alive_nor_released(tmp_path, me):
@@ -107,11 +151,36 @@ def test_sweep_removes_claims_of_the_dead_only(tmp_path, me):
     assert [path.stem for path in tmp_path.rglob("*.json")] == ["far"]
 
 
-def test_workers_are_known_to_be_gone_by_their_names_only_on_this_host(tmp_path, me):
+def files_of(tmp_path, names, age_s=0.0):
+    """Files named after workers, untouched for so long."""
+    paths = [tmp_path / name for name in names]
+    for path in paths:
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    return paths
+
+
+def test_files_of_dead_workers_of_this_host_are_abandoned_at_once(tmp_path, me):
     mine = claims_of(tmp_path, me)
-    assert not mine.is_dead(me.worker)
-    assert mine.is_dead(dead(me).worker)
-    assert not mine.is_dead(replace(dead(me), host="elsewhere").worker)
+    gone = dead(me).worker
+    names = [gone, f"{gone}.ab12", f"{gone}.jsonl", f".{gone}.json.tmp"]
+    paths = files_of(tmp_path, names)
+    alive = files_of(tmp_path, [me.worker, f"{me.worker}.ab12"], age_s=7 * 86400)
+    assert mine.abandoned([*paths, *alive]) == paths
+
+
+def test_files_that_nobody_touches_are_abandoned_in_the_end_whoever_wrote_them(tmp_path, me):
+    """A machine that lost its power, a container or a node that never comes back."""
+    mine = claims_of(tmp_path, me)
+    strangers = [
+        replace(me, host="elsewhere"),
+        replace(me, boot="before"),
+        replace(dead(me), pid_namespace="pid:[1]"),
+    ]
+    names = [*(f"{one.worker}.ab12" for one in strangers), "x", "a-b", "a-b-c", "core", ".nfs0001"]
+    assert mine.abandoned(files_of(tmp_path, names, age_s=3000)) == []
+    old = files_of(tmp_path, names, age_s=4000)
+    assert mine.abandoned(old) == old
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "x"}'])
@@ -131,17 +200,6 @@ def test_a_device_name_fits_a_file_name_on_the_largest_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(511)))
     assert many != device_name("cpu")
     assert len(many) < 100
-
-
-def test_strange_names_of_temporary_files_belong_to_nobody_known(tmp_path, me):
-    mine = claims_of(tmp_path, me)
-    for name in ("", "x", "a-b", "a-b-c", "core"):
-        assert not mine.is_dead(name)
-
-
-def test_a_worker_of_another_container_on_this_host_is_not_known_to_be_dead(tmp_path, me):
-    other = replace(dead(me), pid_namespace="pid:[1]")
-    assert not claims_of(tmp_path, me).is_dead(other.worker)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

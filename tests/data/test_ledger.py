@@ -2,10 +2,12 @@
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from jobrunner.data.claims import Claims, Identity
+from jobrunner.data import layout
+from jobrunner.data.claims import STALE_S, Claims, Identity
 from jobrunner.data.intervals import Intervals
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
@@ -219,6 +221,30 @@ def test_a_heartbeat_is_given_on_its_clock(worker, monkeypatch):
         worker.now_s = now_s
         worker.ledger.tick()
     assert beats == [11.0, 22.0]
+
+
+def test_heartbeats_go_on_while_the_disk_is_slow(tmp_path, monkeypatch):
+    """A checkpoint of many files, each of which the disk takes long to sync."""
+    shards = [f"{name}.parquet" for name in "abcdef"]
+    worker = Worker(tmp_path, spans=[Span(s, 0, 3) for s in shards], rows=dict.fromkeys(shards, 3))
+    beats = [0.0]
+
+    def slow(path):
+        worker.now_s += 10.0
+
+    def beat():
+        beats.append(worker.now_s)
+
+    with worker.ledger:
+        assert len(list(worker.assignments)) == len(shards)
+        for shard in shards:
+            [finished] = answer(shard, 0).answers
+            worker.ledger.finish(finished.completion, finished.text)
+        monkeypatch.setattr(layout, "sync", slow)
+        monkeypatch.setattr(worker.claims, "heartbeat", beat)
+        worker.ledger.checkpoint([Partial(RowId(shard, 1), [5], 1) for shard in shards])
+        assert worker.now_s > 4 * STALE_S
+        assert max(b - a for a, b in pairwise([*beats, worker.now_s])) < STALE_S
 
 
 def test_rows_committed_after_a_shard_was_merged_leave_no_strays(worker, other):

@@ -54,7 +54,7 @@ def test_parts_replaced_by_a_merged_part_count_once_and_are_cleaned_up(run):
     [old] = list_parts(run, SHARD)
     part(run, [0, 1], replaces=(old.name,))
     assert Progress(run, {SHARD: 10}).tally.rows == 2
-    clean_up(run, [SHARD], is_dead=lambda worker: False)
+    clean_up(run, [SHARD], abandoned=lambda paths: [])
     assert old not in list_parts(run, SHARD)
     assert Progress(run, {SHARD: 10}).rows_done == 2
 
@@ -62,7 +62,7 @@ def test_parts_replaced_by_a_merged_part_count_once_and_are_cleaned_up(run):
 def test_only_temporary_files_of_dead_workers_are_cleaned_up(run):
     for worker in ("host-1-aa", "host-9-cc"):
         (run.temporary / f"{worker}.0123").touch()
-    clean_up(run, [], is_dead=lambda worker: worker == "host-9-cc")
+    clean_up(run, [], abandoned=lambda paths: [path for path in paths if "host-9-cc" in path.name])
     assert [path.name for path in run.temporary.iterdir()] == ["host-1-aa.0123"]
 
 

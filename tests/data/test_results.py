@@ -1,5 +1,7 @@
 """Parts are committed whole, and merge into one row each, in order."""
 
+import time
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -53,6 +55,14 @@ def test_a_failed_write_leaves_no_part_and_no_temporary_file(run, monkeypatch):
         part(run, [0])
     assert list_parts(run, SHARD) == []
     assert list(run.temporary.iterdir()) == []
+
+
+def test_a_clock_that_stands_still_or_goes_back_never_replaces_a_part(run, monkeypatch):
+    times = iter([7, 7, 5, -5])
+    monkeypatch.setattr(time, "time_ns", lambda: next(times))
+    for index in range(4):
+        part(run, [index])
+    assert [len(footer.rows) for footer in read_parts(run, SHARD).values()] == [1] * 4
 
 
 def raise_disk_full(*args, **kwargs):

@@ -55,7 +55,7 @@ class World:
         """Run the job as a worker that answers every row with `text`; return its progress."""
         run, claims = self.worker()
         claims.sweep()
-        clean_up(run, ROWS, claims.is_dead)
+        clean_up(run, ROWS, claims.abandoned)
         if retry:
             mark_retries(run, ROWS, claims)
         progress = Progress(run, ROWS)

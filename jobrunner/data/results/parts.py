@@ -8,9 +8,10 @@ which rows there should be, nor how they came to be finished.
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -105,7 +106,7 @@ class Results:
         """The shards of which rows wait for a part."""
         return list(self._finished)
 
-    def commit(self) -> dict[str, Intervals]:
+    def commit(self, after_each: Callable[[], None] = lambda: None) -> dict[str, Intervals]:
         """Write every waiting row to a part and return the rows by shard: they are final now."""
         committed = {}
         for shard in list(self._finished):
@@ -113,6 +114,7 @@ class Results:
             write_part(self._run, shard, [outcome_table(rows, self._extras)])
             committed[shard] = Intervals.of(row.id.index for row in rows)
             del self._finished[shard]
+            after_each()
         self._logprobs = 0
         return committed
 
@@ -122,7 +124,8 @@ def write_part(
 ) -> None:
     """Commit tables of outcomes, sorted by row, as one part. There must be at least one."""
     rows, tally = Intervals(), Tally()
-    name = f"{time.time_ns():020d}-{run.worker}.parquet"
+    # a clock may say the same twice: no part takes the place of another
+    name = f"{time.time_ns():020d}-{run.worker}-{secrets.token_hex(4)}.parquet"
     tables = iter(tables)
     first = next(tables)
     with (
