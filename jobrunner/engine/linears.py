@@ -194,6 +194,47 @@ class PartialLinear(nn.Module):  # type: ignore[misc]
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
+class GateUpLinear(nn.Module):  # type: ignore[misc]
+    """SiLU of one packed layer times another one of the same input, both in one product."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, made: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = gate.in_features, gate.out_features
+        both = [_side_by_side_in_groups(*pair) for pair in _weights_and_biases(gate, up)]
+        self._product = made.PairProduct(both[0], both[1] if len(both) > 1 else None)
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of both in their usual order, made anew each time."""
+        groups = self._product.weight().unflatten(0, (-1, 2, 16))
+        return groups[:, 0].flatten(0, 1), groups[:, 1].flatten(0, 1)
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return `[..., O]`."""
+        out: torch.Tensor = self._product.gated(x_TI)
+        return out
+
+
+def merge_gate(gate: PackedLinear, up: PackedLinear) -> GateUpLinear | None:
+    """Return both as one, None where no product of ours serves them."""
+    made = _pair_product()
+    groups = gate.out_features % 16 == 0 and gate.out_features == up.out_features
+    if made is None or not groups or not can_merge([gate, up]):
+        return None
+    return GateUpLinear(gate, up, made) if made.serves(_side_by_side([gate, up]).weight) else None
+
+
+def _weights_and_biases(*layers: PackedLinear) -> list[list[torch.Tensor]]:
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return [weights, biases] if biases else [weights]
+
+
+def _side_by_side_in_groups(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """16 rows of one, 16 of the other, and so on."""
+    groups = [values.unflatten(0, (-1, 16)) for values in (one, other)]
+    return torch.stack(groups, dim=1).flatten(0, 2)
+
+
 def can_merge(parts: Sequence[PackedLinear]) -> bool:
     """Whether these layers could take one input, all with a bias or all without."""
     return len({(part.in_features, part.bias is None) for part in parts}) == 1

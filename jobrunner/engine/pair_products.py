@@ -52,15 +52,16 @@ PANEL = _VECTORS * LANES
 _ROWS = 12
 _ROWS_AT_A_TIME = 21 * _ROWS
 
-# what is done to sums: nothing, times or plus another tensor, SiLU
-_PLAIN, _TIMES, _PLUS, _SWISH = range(4)
+# what is done to sums: nothing, times or plus another tensor, SiLU, or SiLU of the first half of a
+# panel times the second
+_PLAIN, _TIMES, _PLUS, _SWISH, _GATED = range(5)
 
 _JOB = np.dtype(
     [
         (name, np.int64)
         for name in (
             "x_TI x_stride rows inputs panels_NI32 outputs bias_O other_TO other_stride then out_TO"
-            " taken threads"
+            " out_stride taken threads"
         ).split()
     ]
 )
@@ -111,6 +112,10 @@ class PairProduct:
         out = self._multiply(x, _PLAIN)
         return gelu(out, approximate=algorithm) if kind == "gelu" else out
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """Return SiLU of 16 outputs times the next 16, and so on: half as many."""
+        return self._multiply(x, _GATED)
+
     def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return outputs times `other`."""
         return self._multiply(x, _TIMES, other)
@@ -123,12 +128,13 @@ class PairProduct:
         self, x: torch.Tensor, then: int, other: torch.Tensor | None = None
     ) -> torch.Tensor:
         x_TI = _rows(x)
-        out = x.new_empty(*x.shape[:-1], self._outputs)
+        width = self._outputs // 2 if then == _GATED else self._outputs
+        out = x.new_empty(*x.shape[:-1], width)
         if out.numel() == 0:
             return out
         job = self._job[0]
         job["x_TI"], job["x_stride"], job["rows"] = x_TI.data_ptr(), x_TI.stride(0), len(x_TI)
-        job["out_TO"], job["then"] = out.data_ptr(), then
+        job["out_TO"], job["out_stride"], job["then"] = out.data_ptr(), width, then
         if other is not None:
             other_TO = _rows(other)
             job["other_TO"], job["other_stride"] = other_TO.data_ptr(), other_TO.stride(0)
@@ -167,7 +173,8 @@ def _compile() -> _Kernels:
         panels = carray(as_pointer(job.panels_NI32), outputs * half, np.int32)
         bias = carray(as_pointer(job.bias_O), outputs, np.float32)
         other = carray(as_pointer(job.other_TO), job.rows * job.other_stride, np.uint16)
-        out = carray(as_pointer(job.out_TO), job.rows * outputs, np.uint16)
+        out = carray(as_pointer(job.out_TO), job.rows * job.out_stride, np.uint16)
+        out_step = PANEL * job.out_stride // outputs
         sums = np.empty(_ROWS * PANEL, np.float32)
         count, size = outputs // PANEL, half * PANEL
         pieces = (job.rows + _ROWS_AT_A_TIME - 1) // _ROWS_AT_A_TIME * count
@@ -193,7 +200,7 @@ def _compile() -> _Kernels:
                     multiply_rows(x, a, x_stride, panels, b, ahead, half, sums, 1)
                 for r in range(together):
                     o = panel * PANEL
-                    at = (row + r) * outputs + o
+                    at = (row + r) * job.out_stride + panel * out_step
                     beside = (row + r) * job.other_stride + o
                     _finish(sums, r * PANEL, bias, o, other, beside, out, at, job.then)
                 row += together
@@ -209,6 +216,8 @@ def _finish(sums, first, bias, o, other, beside, out, at, then):
         finish(sums, first, bias, o, other, beside, out, at, _PLUS)
     elif then == _SWISH:
         finish(sums, first, bias, o, other, beside, out, at, _SWISH)
+    elif then == _GATED:
+        finish(sums, first, bias, o, other, beside, out, at, _GATED)
     else:
         finish(sums, first, bias, o, other, beside, out, at, _PLAIN)
 
@@ -263,11 +272,19 @@ def finish(typing_context, sums, first, bias, bias_at, other, other_at, out, at,
         sums, bias, other, out = (
             Array(context, builder, signature.args[i], values[i]) for i in (0, 2, 4, 6)
         )
-        for vector in range(_VECTORS):
-            first, bias_at, other_at, at = (
-                builder.add(values[i], index_of(LANES * vector)) for i in (1, 3, 5, 7)
-            )
-            row = builder.fadd(sums.load_row(first), bias.load_row(bias_at))
+        places = [
+            [builder.add(values[i], index_of(LANES * vector)) for i in (1, 3, 5, 7)]
+            for vector in range(_VECTORS)
+        ]
+        rows = [
+            builder.fadd(sums.load_row(first), bias.load_row(bias_at))
+            for first, bias_at, _, _ in places
+        ]
+        if what == _GATED:
+            gate, up = rows
+            store_rounded(builder, out, values[7], builder.fmul(_swish(builder, gate), up))
+            return context.get_dummy_value()
+        for row, (_, _, other_at, at) in zip(rows, places, strict=True):
             if what == _TIMES:
                 row = builder.fmul(row, other.load_row(other_at))
             elif what == _PLUS:
