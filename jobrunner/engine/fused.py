@@ -21,6 +21,7 @@ from jobrunner.engine.linears import (
     PackedLinear,
     PartialLinear,
     can_merge,
+    merge_gate,
     pack_linears,
     packs,
 )
@@ -79,15 +80,21 @@ class GatedLinear(nn.Module):  # type: ignore[misc]
 
     def __init__(self, own: nn.Module, activation: _Activation) -> None:
         super().__init__()
-        self.gate_proj: PackedLinear = own.gate_proj
-        self.up_proj: PackedLinear = own.up_proj
         self.down_proj: PackedLinear = own.down_proj
+        swish = activation.kind == "swish"
+        self.gate_up = merge_gate(own.gate_proj, own.up_proj) if swish else None
+        if self.gate_up is None:
+            self.gate_proj: PackedLinear = own.gate_proj
+            self.up_proj: PackedLinear = own.up_proj
         self._activation = activation
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        gate = self.gate_proj.activate(x, self._activation.kind, self._activation.algorithm)
-        gated = self.up_proj.times(x, gate)
+        gated = self._gated(x) if self.gate_up is None else self.gate_up(x)
         return self.down_proj(gated) if residual is None else self.down_proj.plus(gated, residual)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj.activate(x, self._activation.kind, self._activation.algorithm)
+        return self.up_proj.times(x, gate)
 
 
 class FusedNorm(nn.Module):  # type: ignore[misc]
@@ -167,7 +174,7 @@ def _gated(own: nn.Module) -> GatedLinear | None:
     if activation is None:
         return None
     better = GatedLinear(own, activation)
-    x_1TW = _random(better.gate_proj.in_features)
+    x_1TW = _random(own.gate_proj.in_features)
     try:
         theirs = own(x_1TW)
     except _FAILURES:

@@ -1,6 +1,6 @@
 """Linear layers whose weights lie as the processor's matrix products read them.
 
-oneDNN otherwise re-orders a weight at every call. Knows nothing of models' families.
+Products are our own where the processor adds two at a time, else oneDNN's. Knows no families.
 
 Shapes: T tokens, I inputs, O outputs.
 """
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -21,11 +23,51 @@ log = logging.getLogger("cbjob")
 _ROWS = 64
 
 
+class _Product(Protocol):
+    """A weight, `[O, I]`, as products read it, and a bias: `[..., O]` for `[..., I]`."""
+
+    def weight(self) -> torch.Tensor: ...
+
+    def activate(self, x: torch.Tensor, kind: str, algorithm: str) -> torch.Tensor: ...
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor: ...
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor: ...
+
+
+class OneDnnProduct:
+    """Products by oneDNN, which otherwise re-orders a weight at every call."""
+
+    def __init__(self, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> None:
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS)
+        self._bias_O = bias_O
+
+    def weight(self) -> torch.Tensor:
+        """The weight in its usual order, made anew each time."""
+        return self._packed.to_dense()
+
+    def activate(self, x: torch.Tensor, kind: str, algorithm: str) -> torch.Tensor:
+        """Return activated outputs: "none", "swish", or "gelu" by an algorithm."""
+        return torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias_O, kind, [], algorithm
+        )
+
+    def times(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return outputs times `other`."""
+        return self._binary(x, other, "mul")
+
+    def plus(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return outputs plus `other`."""
+        return self._binary(x, other, "add")
+
+    def _binary(self, x: torch.Tensor, other: torch.Tensor, kind: str) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self._packed, self._bias_O, kind)
+
+
 class PackedLinear(nn.Module):  # type: ignore[misc]
     """What a linear layer computes, from a packed copy of its weight.
 
-    `activate` applies SiLU ("swish") or GELU ("gelu") to the sums before they are rounded, with
-    `algorithm` saying which GELU: "none" or "tanh".
+    Sums are float32. They are rounded once, with what is done to them.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -34,37 +76,53 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         self.out_features = linear.out_features
         self.bias = linear.bias
         # not a buffer: what walks over buffers expects to read them
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        self._product = _product(linear.weight.detach(), linear.bias)
 
     @property
     def weight(self) -> torch.Tensor:
         """The weight in its usual order, made anew each time."""
-        return self._packed.to_dense()
+        return self._product.weight()
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """Return `[..., O]`."""
-        return self.activate(x_TI, "none")
+        return self._product.activate(x_TI, "none", "")
 
     def activate(self, x_TI: torch.Tensor, kind: str, algorithm: str = "") -> torch.Tensor:
-        """Return the layer's activated outputs, rounded once."""
-        return torch.ops.mkldnn._linear_pointwise(
-            x_TI, self._packed, self.bias, kind, [], algorithm
-        )
+        """Return SiLU ("swish") or GELU ("gelu", by "none" or "tanh") of the layer's outputs."""
+        return self._product.activate(x_TI, kind, algorithm)
 
     def times(self, x_TI: torch.Tensor, other_TO: torch.Tensor) -> torch.Tensor:
-        """Return the layer's outputs times `other`, rounded once."""
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x_TI, other_TO, self._packed, self.bias, "mul"
-        )
+        """Return the layer's outputs times `other`."""
+        return self._product.times(x_TI, other_TO)
 
     def plus(self, x_TI: torch.Tensor, other_TO: torch.Tensor) -> torch.Tensor:
-        """Return the layer's outputs plus `other`, rounded once."""
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x_TI, other_TO, self._packed, self.bias, "add"
-        )
+        """Return the layer's outputs plus `other`."""
+        return self._product.plus(x_TI, other_TO)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> _Product:
+    made = _pair_product()
+    if made is not None and made.serves(weight_OI):
+        product: _Product = made.PairProduct(weight_OI, bias_O)
+        return product
+    return OneDnnProduct(weight_OI, bias_O)
+
+
+@cache
+def _pair_product() -> Any:
+    """Products compiled by numba, None where there are none."""
+    try:
+        from jobrunner.engine import pair_products
+
+        pair_products.compiled()
+    except (ImportError, RuntimeError) as error:
+        # numba is absent, or finds no folder to keep what it compiled in
+        log.info("products stay oneDNN's: %s", error)
+        return None
+    return pair_products
 
 
 class _Held:
@@ -134,6 +192,47 @@ class PartialLinear(nn.Module):  # type: ignore[misc]
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class GateUpLinear(nn.Module):  # type: ignore[misc]
+    """SiLU of one packed layer times another one of the same input, both in one product."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, made: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = gate.in_features, gate.out_features
+        both = [_side_by_side_in_groups(*pair) for pair in _weights_and_biases(gate, up)]
+        self._product = made.PairProduct(both[0], both[1] if len(both) > 1 else None)
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of both in their usual order, made anew each time."""
+        groups = self._product.weight().unflatten(0, (-1, 2, 16))
+        return groups[:, 0].flatten(0, 1), groups[:, 1].flatten(0, 1)
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        """Return `[..., O]`."""
+        out: torch.Tensor = self._product.gated(x_TI)
+        return out
+
+
+def merge_gate(gate: PackedLinear, up: PackedLinear) -> GateUpLinear | None:
+    """Return both as one, None where no product of ours serves them."""
+    made = _pair_product()
+    groups = gate.out_features % 16 == 0 and gate.out_features == up.out_features
+    if made is None or not groups or not can_merge([gate, up]):
+        return None
+    return GateUpLinear(gate, up, made) if made.serves(_side_by_side([gate, up]).weight) else None
+
+
+def _weights_and_biases(*layers: PackedLinear) -> list[list[torch.Tensor]]:
+    weights = [layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return [weights, biases] if biases else [weights]
+
+
+def _side_by_side_in_groups(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """16 rows of one, 16 of the other, and so on."""
+    groups = [values.unflatten(0, (-1, 16)) for values in (one, other)]
+    return torch.stack(groups, dim=1).flatten(0, 2)
 
 
 def can_merge(parts: Sequence[PackedLinear]) -> bool:

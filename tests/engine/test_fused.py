@@ -128,9 +128,11 @@ def test_a_gated_unit_is_computed_within_its_products(activation):
     fused = made_fast(own)
     assert isinstance(fused, GatedLinear)
     x = torch.randn(1, 9, 32).bfloat16()
-    gate, up, down = (
-        getattr(fused, name).weight.float() for name in ("gate_proj", "up_proj", "down_proj")
-    )
+    if fused.gate_up is None:
+        parts = fused.gate_proj.weight, fused.up_proj.weight
+    else:
+        parts = fused.gate_up.weights()
+    gate, up, down = (weight.float() for weight in (*parts, fused.down_proj.weight))
     expected = (own.act_fn(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T
     error = (fused(x).float() - expected).norm() / expected.norm()
     assert error < 2**-7

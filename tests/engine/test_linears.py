@@ -7,14 +7,18 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import silu
 
+from jobrunner.engine.attention.pair_tiles import multiplies_pairs
 from jobrunner.engine.linears import (
     MergedLinear,
     PackedLinear,
     PartialLinear,
     can_merge,
+    merge_gate,
     pack_linears,
 )
+from jobrunner.engine.pair_products import PairProduct
 
 pytestmark = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here"
@@ -48,6 +52,55 @@ def test_what_is_added_is_rounded_with_the_product(rows, bias):
     actual = PackedLinear(own).plus(x, other)
     assert actual.dtype == torch.bfloat16
     torch.testing.assert_close(actual.float(), expected, rtol=2**-8, atol=1e-4)
+
+
+PAIRED = [(32, 32), (2, 64), (576, 96), (1030, 32)]
+
+
+@pytest.mark.skipif(not multiplies_pairs(), reason="the processor has no products of pairs")
+@pytest.mark.parametrize("rows", [1, 3, 5, 16, 29, 253])
+@pytest.mark.parametrize(("inputs", "outputs"), PAIRED)
+def test_products_of_pairs_are_rounded_once_with_what_is_done_to_them(rows, inputs, outputs):
+    own = linear(inputs, outputs, bias=True)
+    x = torch.randn(1, rows, 2 * inputs).bfloat16()[..., :inputs]
+    other = torch.randn(1, rows, outputs).bfloat16()
+    product = PairProduct(own.weight, own.bias)
+    exact = x.double() @ own.weight.double().T + own.bias.double()
+    for actual, expected in (
+        (product.activate(x, "none", ""), exact),
+        (product.activate(x, "swish", ""), silu(exact)),
+        (product.times(x, other), exact * other.double()),
+        (product.plus(x, other), exact + other.double()),
+    ):
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.double(), expected, rtol=2**-8, atol=2e-5)
+    assert torch.equal(product.weight(), own.weight)
+
+
+@pytest.mark.skipif(not multiplies_pairs(), reason="the processor has no products of pairs")
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_what_it_opens_for_are_one_product(bias):
+    gate = PackedLinear(linear(64, 48, bias=bias))
+    torch.manual_seed(5)
+    up = PackedLinear(nn.Linear(64, 48, bias=bias).bfloat16().requires_grad_(False))
+    x = torch.randn(1, 31, 64).bfloat16()
+    merged = merge_gate(gate, up)
+    assert merged is not None
+    expected = silu(gate(x).float()) * up(x).float()
+    torch.testing.assert_close(merged(x).float(), expected, rtol=2**-6, atol=2**-7)
+    assert merge_gate(gate, PackedLinear(linear(64, 32, bias=bias))) is None
+    assert merge_gate(gate, PackedLinear(linear(64, 48, bias=not bias))) is None
+
+
+@pytest.mark.skipif(not multiplies_pairs(), reason="the processor has no products of pairs")
+def test_sums_that_are_no_numbers_and_large_ones_go_through():
+    own = linear(32, 32)
+    x = torch.zeros(1, 2, 32).bfloat16()
+    x[0, 0] = float("nan")
+    x[0, 1] = 1e30
+    out = PairProduct(own.weight, None).activate(x, "swish", "")
+    assert out[0, 0].isnan().all()
+    assert not out[0, 1].isnan().any()
 
 
 def test_inputs_need_not_lie_side_by_side():

@@ -62,18 +62,18 @@ def multiplies_pairs() -> bool:
     return bool(get_host_cpu_features().get("avx512bf16", False))
 
 
-def _multiply_add(builder: Builder, total: Value, a: Value, b: Value) -> None:
+def multiply_add_pairs(builder: Builder, total: Value, a: Value, b: Value) -> None:
     """Add the products of 16 pairs to the sums at `total`."""
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     builder.store(call_function(builder, name, builder.load(total), a, b), total)
 
 
-def _load_pairs(builder: Builder, array: Array, index: Value) -> Value:
+def load_pairs(builder: Builder, array: Array, index: Value) -> Value:
     pointer = builder.bitcast(array.at(index), _PAIRS.as_pointer())
     return builder.load(pointer, align=4)
 
 
-def _load_pair_everywhere(builder: Builder, array: Array, index: Value) -> Value:
+def load_pair_everywhere(builder: Builder, array: Array, index: Value) -> Value:
     return builder.bitcast(array.load_everywhere(index), _PAIRS)
 
 
@@ -105,11 +105,11 @@ def score_group(
         def add(place: Value, chain: int) -> None:
             k_at = builder.mul(place, index_of(LANES))
             prefetch_line(builder, k, builder.add(ahead, k_at))
-            k_pairs = _load_pairs(builder, k, builder.add(k_first, k_at))
+            k_pairs = load_pairs(builder, k, builder.add(k_first, k_at))
             begin = builder.add(q_first, builder.mul(place, index_of(row_count)))
             for number, row in enumerate(sums):
-                pair = _load_pair_everywhere(builder, q, builder.add(begin, index_of(number)))
-                _multiply_add(builder, row[chain], pair, k_pairs)
+                pair = load_pair_everywhere(builder, q, builder.add(begin, index_of(number)))
+                multiply_add_pairs(builder, row[chain], pair, k_pairs)
 
         turns = builder.udiv(half, index_of(chain_count))
         with for_range(builder, turns) as loop:
@@ -197,12 +197,12 @@ def add_groups(
                 for vector in range(vector_count):
                     at = builder.add(offset, index_of(LANES * vector))
                     prefetch_line(builder, v, builder.add(later, at))
-                    v_pairs.append(_load_pairs(builder, v, builder.add(begin, at)))
+                    v_pairs.append(load_pairs(builder, v, builder.add(begin, at)))
                 for row in range(row_count):
                     at = builder.add(builder.add(a_rows[row], done), inner.index)
-                    pair = _load_pair_everywhere(builder, a, at)
+                    pair = load_pair_everywhere(builder, a, at)
                     for vector in range(vector_count):
-                        _multiply_add(builder, sums[row, vector], pair, v_pairs[vector])
+                        multiply_add_pairs(builder, sums[row, vector], pair, v_pairs[vector])
         for place in tile:
             c.store_row(builder.load(sums[place]), c_at(*place))
         return context.get_dummy_value()
@@ -265,16 +265,16 @@ def soften_row(
         # a maximum over nothing that is seen would make NaN of what is not
         none_seen = builder.fcmp_ordered("==", top, splat_constant(FLOATS, float("-inf")))
         base = builder.select(none_seen, splat_constant(FLOATS, 0.0), top)
-        factor = _power(builder, builder.fsub(splat(builder, before), base))
+        factor = power(builder, builder.fsub(splat(builder, before), base))
         totals_at = builder.mul(row, index_of(LANES))
         total = alloca_once(builder, FLOATS)
         builder.store(builder.fmul(totals.load_row(totals_at), factor), total)
         with for_range(builder, groups) as loop:
             offset = builder.mul(loop.index, index_of(LANES))
             score = scores.load_row(builder.add(first, offset))
-            weight = _power(builder, builder.fsub(score, base))
+            weight = power(builder, builder.fsub(score, base))
             builder.store(builder.fadd(builder.load(total), weight), total)
-            _store_rounded(builder, weights, builder.add(at, offset), weight)
+            store_rounded(builder, weights, builder.add(at, offset), weight)
         totals.store_row(builder.load(total), totals_at)
         highest_now = builder.extract_element(top, ir.Constant(ir.IntType(32), 0))
         with builder.if_then(builder.fcmp_unordered("!=", highest_now, before)):
@@ -303,7 +303,7 @@ def _largest_lane(builder: Builder, row: Value) -> Value:
     return row
 
 
-def _power(builder: Builder, x: Value) -> Value:
+def power(builder: Builder, x: Value) -> Value:
     """e^x for x up to 0, off by 8 in a million at most: far less than bfloat16 tells apart.
 
     0 for -infinity, NaN for NaN.
@@ -347,13 +347,13 @@ def round_row(typing_context, source, first, target, at, count, factor):
         with for_range(builder, builder.udiv(values[4], index_of(LANES))) as loop:
             offset = builder.mul(loop.index, index_of(LANES))
             row = builder.fmul(source.load_row(builder.add(values[1], offset)), factors)
-            _store_rounded(builder, target, builder.add(values[3], offset), row)
+            store_rounded(builder, target, builder.add(values[3], offset), row)
         return context.get_dummy_value()
 
     return signature, codegen
 
 
-def _store_rounded(builder: Builder, target: Array, at: Value, row: Value) -> None:
+def store_rounded(builder: Builder, target: Array, at: Value, row: Value) -> None:
     """Store 16 numbers as bfloat16, to the nearest, ties to even."""
     name = "llvm.x86.avx512bf16.cvtneps2bf16.512"
     halves = ir.VectorType(_BFloat16(), LANES)
