@@ -73,7 +73,7 @@ def cluster():
 def job(tmp_path, tiny_model):
     (tmp_path / "input").mkdir()
     for name in "abc":
-        table = pa.table({"prompt": [f"row {name} {index}" for index in range(30)]})
+        table = pa.table({"prompt": [f"row {name} {index}" for index in range(80)]})
         pq.write_table(table, tmp_path / "input" / f"{name}.parquet")
     path = tmp_path / "job.toml"
     path.write_text(JOB.format(model=str(tiny_model)))
