@@ -301,6 +301,7 @@ class FakeRequests:
 
     def wait(self, timeout_s: float) -> None:
         self.waits += 1
+        assert self.waits < 10_000, "nothing goes on"
 
 
 class LetterText:

@@ -26,6 +26,8 @@ from jobrunner.records import Completion, Partial, Request, Requests, Step
 
 # how long an idle turn may last before the caller can look at its stop flag
 _IDLE_WAIT_S = 0.1
+# turns without progress before an open door and an empty batch: then it would be so for ever
+_MOST_STALLED = 1000
 _NOTHING = Plan()
 
 
@@ -122,16 +124,22 @@ class Engine:
 
     def _serve(self, requests: Requests) -> Iterator[Step]:
         scheduler = self._scheduler
+        stalled = 0
         while True:
             started = self._clock()
             complete = self._top_up(requests, started)
             if scheduler.running or scheduler.waiting or self._flights:
                 step = self._step(complete, started, last_call=requests.exhausted)
                 yield step
-                if not (step.tokens_computed or step.completions):
-                    # those who wait are gathered until the policy opens the door
-                    opens_in_s = scheduler.opens_in_s(self._clock())
-                    requests.wait(min(_IDLE_WAIT_S, opens_in_s))
+                if step.tokens_computed or step.completions:
+                    stalled = 0
+                    continue
+                # those who wait are gathered until the policy opens the door
+                opens_in_s = scheduler.opens_in_s(self._clock())
+                stalled += opens_in_s == 0 and not scheduler.running
+                if stalled > _MOST_STALLED:
+                    raise RuntimeError(f"nothing runs, and none of {scheduler.waiting} rows may")
+                requests.wait(min(_IDLE_WAIT_S, opens_in_s))
             elif complete:
                 yield self._report(started, completions=complete)
             elif requests.exhausted:

@@ -132,8 +132,13 @@ class Scheduler:
             raise ValueError(
                 f"token_budget is {limits.token_budget}, {len(self._running)} are running"
             )
+        self._keep()
         self.limits = limits
-        self._kept = self._occupied
+
+    def _keep(self) -> None:
+        # a batch that stays together ends as large as it was formed
+        formed = max(self._kept, self.limits.max_batch_size)
+        self._kept = formed if self._policy.together else len(self._running)
 
     def take_back(self, plan: Plan, copied: int) -> None:
         """Take back the latest plan, which was not computed; `copied` of its copies are done.
@@ -149,8 +154,7 @@ class Scheduler:
         """Change to limits that leave less room; return how many have to give way for it."""
         assert self._withdrawn, "lowered though the latest plan was computed"
         assert not self._in_flight, "lowered while a step is in flight"
-        # a batch that stays together ends as large as it was formed
-        self._kept = max(self._kept, self.limits.max_batch_size)
+        self._keep()
         count = len(self._running) - limits.token_budget
         for _ in range(count):
             self._preempt(self._preemption.choose(self._running.sequences, self.blocks))
@@ -364,8 +368,10 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless slots, queues and blocks agree with each other."""
         assert len(self._running) <= self.limits.token_budget, "more running than tokens in a step"
+        # whoever waits for a prefix may find its slot taken by one who came back
+        occupied = len(self._running) + len(self._staying)
         most = max(self.limits.max_batch_size, self._kept)
-        assert self._occupied <= most, "more in slots than there are"
+        assert occupied <= most, "more in slots than there are"
         assert self._policy.together or not self._staying, "a finished sequence was kept"
         assert self._running or self.waiting or not self._staying, "a batch does not end"
         for sequence, _ in self._staying:
@@ -447,11 +453,16 @@ class Scheduler:
         return head
 
     def _has_slot(self, sequence: Sequence) -> bool:
+        return self._slots_before(sequence) < self._slots
+
+    def _slots_before(self, sequence: Sequence) -> int:
+        """Count the slots of those who run, and of those who wait for a prefix and go first."""
         # the finished wait for the rest of their batch, which must not wait for their places
-        if sequence.admission >= 0 or sequence is self._prefixes.ready:
+        running = len(self._running)
+        if sequence.admission >= 0 or self._prefixes.is_ready(sequence):
             # let in before: there may be more of them than slots, if those have become fewer
-            return len(self._running) < self._slots
-        return len(self._running) + len(self._prefixes) < self._slots
+            return running
+        return running + self._prefixes.up_to(sequence.request.priority)
 
     def _make_room(self, candidate: Sequence) -> bool:
         """Preempt sequences of lower bands until a candidate has its slot and its blocks.
@@ -481,12 +492,12 @@ class Scheduler:
         blocks = self.blocks
         freed = sum(held_by(sequence, blocks).private_blocks for sequence in lower)
         wanted = blocks.needed(candidate.length) + blocks.needed(len(self._running))
-        slots = self._slots + (candidate is self._prefixes.ready)
-        return blocks.free + freed >= wanted and self._occupied - len(lower) < slots
+        slots = self._slots_before(candidate) - len(lower)
+        return blocks.free + freed >= wanted and slots < self._slots
 
     def _take_out(self, sequence: Sequence) -> None:
-        if sequence is self._prefixes.ready:
-            self._prefixes.let_go()
+        if self._prefixes.is_ready(sequence):
+            self._prefixes.let_go(sequence)
         else:
             self._waiting.remove(sequence)
 

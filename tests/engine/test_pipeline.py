@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.plan import Plan
-from jobrunner.engine.policies import policy_named
+from jobrunner.engine.policies import Continuous, Door, policy_named
 from jobrunner.engine.preemption import Preemption
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.swap import HostBlocks
@@ -197,6 +197,20 @@ def test_what_a_kill_leaves_is_known_and_goes_on_to_the_same_end(rows, machine, 
         if index not in done
     ]
     assert texts(steps) | texts(Bench(**machine).serve(resumed)) == expected
+
+
+class Shut(Continuous):
+    """Lets nobody in, though it says that the door is open."""
+
+    def joining(self, door: Door) -> int:
+        return 0
+
+
+def test_an_engine_that_never_goes_on_says_so_and_ends():
+    bench = Bench()
+    bench.scheduler._policy = Shut()
+    with pytest.raises(RuntimeError, match="nothing runs, and none of 2 rows may"):
+        bench.serve([endless(0, 4), endless(1, 4)])
 
 
 def test_the_next_step_is_planned_and_launched_before_the_last_is_collected():

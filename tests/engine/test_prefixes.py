@@ -135,6 +135,27 @@ def test_a_short_row_of_a_higher_priority_goes_before_one_that_waited_for_a_pref
     assert order == [0, 2, 1]
 
 
+def test_who_waits_for_a_prefix_keeps_no_slot_from_a_higher_priority_when_slots_become_fewer():
+    bench = Bench(batch=4)
+    scheduler = bench.scheduler
+    for index in range(3):
+        scheduler.add(request(index, [1] * 40, 1, priority=1), 0.0)
+    # the first computes what the others wait for
+    plan = scheduler.plan(0.0)
+    assert len(plan) == 1
+    scheduler.retune(Limits(1, 512, 512, lookahead=1000))
+    scheduler.commit(plan, bench.run(plan), 0.0)
+    assert scheduler.running == 0
+    scheduler.add(request(3, [2] * 40, 1, priority=0), 0.0)
+    order = []
+    while scheduler.waiting:
+        plan = scheduler.plan(0.0)
+        scheduler.check()
+        order += [chunk.sequence.request.id.index for chunk in plan.chunks]
+        scheduler.commit(plan, bench.run(plan), 0.0)
+    assert order == [3, 1, 2]
+
+
 rows_strategy = st.lists(
     st.tuples(
         st.integers(0, 2), st.integers(0, 12), st.lists(st.integers(0, 1), min_size=1, max_size=9)
@@ -174,6 +195,36 @@ def test_every_sample_gets_its_tokens_however_prefixes_memory_and_slots_fall(
     assert len(finished) == len(requests)
     for completion in finished:
         assert completion.request is not None
+        assert list(completion.tokens) == bench.runner.alone(completion.request)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=rows_strategy,
+    priorities=st.lists(st.integers(0, 2), min_size=10, max_size=10),
+    arrivals=st.lists(st.integers(0, 3), max_size=12),
+    blocks=st.integers(7, 20),
+    slots=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    policy=st.sampled_from([Continuous, Continuous, Static]),
+)
+def test_every_row_gets_its_tokens_while_priorities_preempt_and_slots_come_and_go(
+    rows, priorities, arrivals, blocks, slots, policy
+):
+    bench = Bench(blocks=blocks, block_size=4, batch=slots[0], budget=8, policy=policy())
+    requests = [
+        request(index, [token] * length + tail, 6, priority=priority)
+        for index, ((token, length, tail), priority) in enumerate(
+            zip(rows, priorities, strict=False)
+        )
+    ]
+    finished = []
+    engine = Engine(bench.scheduler, bench, FakeClock())
+    for number, step in enumerate(engine.run(FakeRequests(requests, arrivals)), start=1):
+        finished += step.completions
+        bench.scheduler.check()
+        bench.scheduler.retune(Limits(slots[number % len(slots)], 8, 8, lookahead=1000))
+    assert len(finished) == len(requests)
+    for completion in finished:
         assert list(completion.tokens) == bench.runner.alone(completion.request)
 
 
