@@ -21,7 +21,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,10 @@ from unittest import mock
 
 # a name in a folder: the folder's number and the name
 Place = tuple[int, str]
+# a name that comes to mean a file or a folder, or goes (None)
+Change = tuple[Place, int | None]
+# what lies in a folder, by path; None for a folder
+Tree = dict[str, bytes | None]
 ROOT = 0
 
 
@@ -45,7 +49,7 @@ class File:
 @dataclass(frozen=True)
 class Wrote:
     file: int
-    content: bytes
+    content: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Synced:
 class Named:
     """Names that come, go (None) or change together; `folder` says that a folder is new."""
 
-    changes: tuple[tuple[Place, int | None], ...]
+    changes: tuple[Change, ...]
     folder: bool = False
 
 
@@ -78,7 +82,7 @@ class Disk:
         self.files: dict[int, File] = {}
         self.folders: dict[int, dict[str, int]] = {ROOT: {}}
         self._synced: dict[int, dict[str, int]] = {ROOT: {}}
-        self._pending: list[tuple[tuple[Place, int | None], ...]] = []
+        self._pending: list[tuple[Change, ...]] = []
 
     @staticmethod
     def of(root: Path) -> Disk:
@@ -107,29 +111,68 @@ class Disk:
                 file = self.files[number]
                 file.synced, file.since = file.content, []
 
-    def tree(self) -> dict[str, bytes | None]:
+    def tree(self) -> Tree:
         """What whoever looks sees, by path; None for a folder."""
         return dict(self._walk(self.folders, {n: file.content for n, file in self.files.items()}))
 
-    def after_loss(self, draw: random.Random) -> dict[str, bytes | None]:
+    def after_loss(self, draw: random.Random) -> Tree:
         """What may be there after a loss of power at this moment, drawn at random."""
         # all that is not certain is lost, or is there, or some of it: the ends matter most
         chance = draw.choice([0.0, 0.5, 0.5, 0.9, 1.0])
         content_chance = draw.choice([0.0, 0.5, 1.0])
-        names = {number: dict(entries) for number, entries in self._synced.items()}
+        kept: list[Change] = []
         for changes in self._pending:
             if draw.random() >= chance:
                 continue
             leaves, comes = _leaves(changes), _comes(changes)
             # a rename may have reached the new folder and not the old one
-            for change in [*comes, *(leaves if not comes or draw.random() < 0.7 else [])]:
-                _set(names, change)
-        kept = {
-            number: file.content if draw.random() < content_chance else _torn(file, draw)
-            for number, file in self.files.items()
-        }
+            kept += [*comes, *(leaves if not comes or draw.random() < 0.7 else [])]
+        return self._left(
+            kept,
+            {
+                number: file.content if draw.random() < content_chance else _torn(file, draw)
+                for number, file in self.files.items()
+            },
+        )
+
+    def after_each_loss(self, draw: random.Random, drawn: int) -> Iterator[Tree]:
+        """What may be there after a loss of power at this moment, in good order.
+
+        Everything that is not certain lost, everything kept; each single operation alone lost,
+        and alone kept, where a rename may also be done by half; each file alone torn in each way.
+        And so many drawn at random. One tree may come several times.
+        """
+        names = [change for changes in self._pending for change in changes]
+        whole = {number: file.content for number, file in self.files.items() if file.since}
+        for kept in ([], names):
+            for contents in ({}, whole):
+                yield self._left(kept, contents)
+        for place, changes in enumerate(self._pending):
+            before = [change for earlier in self._pending[:place] for change in earlier]
+            after = [change for later in self._pending[place + 1 :] for change in later]
+            halves = [half] if (half := _comes(changes)) and half != list(changes) else []
+            for some in ([], *halves):
+                yield self._left([*before, *some, *after], whole)
+            for some in (list(changes), *halves):
+                yield self._left(some, whole)
+                yield self._left(some, {})
+        for number in whole:
+            yield self._left([], {number: whole[number]})
+            yield self._left(names, {number: whole[number]})
+            for torn in _each_torn(self.files[number]):
+                yield self._left(names, {**whole, number: torn})
+                yield self._left(names, {number: torn})
+        for _ in range(drawn):
+            yield self.after_loss(draw)
+
+    def _left(self, kept: Iterable[Change], contents: Mapping[int, bytes]) -> Tree:
+        """What is certain, with these changes of names and these contents beside it."""
+        names = {number: dict(entries) for number, entries in self._synced.items()}
+        for change in kept:
+            _set(names, change)
+        synced = {number: file.synced for number, file in self.files.items()}
         whole = {number: names.get(number, {}) for number in self.folders}
-        return dict(self._walk(whole, kept))
+        return dict(self._walk(whole, {**synced, **contents}))
 
     def _name(self, place: Place, number: int | None, folder: bool) -> None:
         if number is None:
@@ -170,15 +213,15 @@ class Disk:
                     waiting.append((f"{path}{name}/", inside))
 
 
-def _leaves(changes: tuple[tuple[Place, int | None], ...]) -> list[tuple[Place, int | None]]:
+def _leaves(changes: tuple[Change, ...]) -> list[Change]:
     return [change for change in changes if change[1] is None]
 
 
-def _comes(changes: tuple[tuple[Place, int | None], ...]) -> list[tuple[Place, int | None]]:
+def _comes(changes: tuple[Change, ...]) -> list[Change]:
     return [change for change in changes if change[1] is not None]
 
 
-def _set(names: dict[int, dict[str, int]], change: tuple[Place, int | None]) -> None:
+def _set(names: dict[int, dict[str, int]], change: Change) -> None:
     (folder, name), number = change
     if number is None:
         names[folder].pop(name, None)
@@ -191,9 +234,24 @@ def _torn(file: File, draw: random.Random) -> bytes:
     if not file.since:
         return file.synced
     new = draw.choice(file.since)
-    kept = len(file.synced) if new.startswith(file.synced) else 0
+    kept = _kept(file, new)
     cut = draw.randint(kept, max(kept, len(new)))
     return draw.choice([file.synced, new, new[:cut], new[:cut] + bytes(len(new) - cut)])
+
+
+def _each_torn(file: File) -> Iterator[bytes]:
+    """What may be left of a file of which not all is synced: the old, and each way to be torn."""
+    yield file.synced
+    for new in file.since:
+        kept = _kept(file, new)
+        for cut in sorted({kept, (kept + len(new)) // 2, max(kept, len(new) - 1)}):
+            yield new[:cut]
+            yield new[:cut] + bytes(len(new) - cut)
+
+
+def _kept(file: File, new: bytes) -> int:
+    """How much of the beginning of what was written is certain: that to which it was added."""
+    return len(file.synced) if new.startswith(file.synced) else 0
 
 
 class Recorder:
@@ -276,7 +334,7 @@ class Recorder:
             with self._lock:
                 self.look()
                 real(path, **options)
-                place = self._place(path) if not options.get("dir_fd") else None
+                place = self._place(_absolute(path, options.get("dir_fd")))
                 if place is not None:
                     self._add(Named(((place, None),)))
                     self._check()
@@ -361,7 +419,12 @@ class Recorder:
         assert not gone, f"removed without a record: {sorted(gone)}"
 
 
-def tree_of(root: Path) -> dict[str, bytes | None]:
+def _absolute(path: Any, folder: int | None) -> Path:
+    """The path of a name in an open folder, as `shutil.rmtree` removes them."""
+    return Path(path) if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}"), path)
+
+
+def tree_of(root: Path) -> Tree:
     """What lies in a folder, by path; None for a folder."""
     return {
         path.relative_to(root).as_posix(): None if path.is_dir() else path.read_bytes()
@@ -369,7 +432,7 @@ def tree_of(root: Path) -> dict[str, bytes | None]:
     }
 
 
-def build(tree: dict[str, bytes | None], root: Path) -> None:
+def build(tree: Tree, root: Path) -> None:
     """Make a folder of what was left a day ago, in place of the one that is there."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
