@@ -147,6 +147,16 @@ def after_making(name):
     return moment
 
 
+def after_copying(events):
+    """The moment right after the copy of a streamed dataset gets its name: a folder is renamed."""
+    folders = {event.changes[0][1] for event in events if isinstance(event, Named) and event.folder}
+    return 1 + next(
+        place
+        for place, event in enumerate(events)
+        if isinstance(event, Named) and len(event.changes) == 2 and event.changes[0][1] in folders
+    )
+
+
 def test_a_run_is_recorded_completely(make_world):
     world = make_world()
     events = record(world, lambda: world.live(steps=5), lambda: world.live())
@@ -192,6 +202,12 @@ def test_power_lost_after_a_kill_loses_nothing_that_came_after_the_kill(make_wor
     make_killed_campaign(make_world(), after_making(folder)).run(seed=1, looks=20, resumes=2)
 
 
+def test_power_lost_after_a_kill_keeps_the_copy_of_a_streamed_dataset(make_world):
+    """Whoever fetches it again may get other rows, to which the answers do not belong."""
+    campaign = make_killed_campaign(make_world("streamed"), after_copying)
+    campaign.run(seed=1, looks=20, resumes=10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", WORLDS)
 def test_power_lost_at_every_moment_loses_nothing_committed(make_world, kind):
@@ -212,8 +228,10 @@ def test_power_lost_at_every_moment_while_error_rows_run_again_loses_none(make_w
     [
         ("parquet", after_making(".cbjob")),
         ("parquet", after_making("parts")),
+        ("streamed", after_making("input")),
+        ("streamed", after_copying),
     ],
-    ids=["state", "parts"],
+    ids=["state", "parts", "input", "copied"],
 )
 def test_power_lost_at_every_moment_after_a_kill_loses_nothing(make_world, kind, moment_of):
     check_all(f"{kind}, after a kill", make_killed_campaign(make_world(kind), moment_of))

@@ -183,9 +183,11 @@ def _copied(name: str, folder: Path, split: str, cache: Path, limit: int | None)
     source = {"dataset": name, "split": split, "limit": limit}
     key = hashlib.blake2b(json.dumps(source).encode(), digest_size=8).hexdigest()
     target = cache / key
-    if target.is_dir():
-        return target
     with reading(cache):
+        if target.is_dir():
+            # whoever gave it its name may have died before that was on the disk
+            sync(cache)
+            return target
         make_folder(cache)
         _remove_leftovers(cache)
         growing = cache / f"{key}.{socket.gethostname()}.{os.getpid()}"
