@@ -31,7 +31,9 @@ WORLDS = {
     "json lines": (JsonLinesWorld, ["a.parquet", "b/c.parquet"]),
     "openai": (BatchWorld, ["a.jsonl", "b/c.jsonl"]),
     "streamed": (StreamedWorld, ["train-00000.parquet", "train-00001.parquet"]),
+    "deep folders": (SmallWorld, ["a.parquet", "b/c/d.parquet"]),
 }
+KINDS = ["parquet", "json lines", "openai", "streamed"]
 FETCH_ROWS = 2
 # of a streamed dataset the first of two files has so many rows
 FEW_ROWS = (6, 2)
@@ -111,7 +113,7 @@ def make_retry_campaign(world):
     )
 
 
-def make_killed_campaign(world, moment_of, killed_after=5, steps=math.inf):
+def make_killed_campaign(world, moment_of, killed_after=math.inf):
     """A job whose first worker is killed at some moment, and finished by a second one."""
     world.live()
     expected = world.outcomes()
@@ -124,7 +126,7 @@ def make_killed_campaign(world, moment_of, killed_after=5, steps=math.inf):
     build(disk.tree(), world.directory.root)
     begun = copy.deepcopy(disk)
     with another_boot("as the second worker sees it"):
-        later = record(world, lambda: world.live(steps=steps), disk=disk)
+        later = record(world, world.live, disk=disk)
     return Campaign(
         world,
         [*committed, *later],
@@ -134,15 +136,18 @@ def make_killed_campaign(world, moment_of, killed_after=5, steps=math.inf):
     )
 
 
-def after_making(name):
+def after_making(folder):
     """The moment right after a folder is made, before anything is synced."""
 
     def moment(events):
-        return 1 + next(
-            place
-            for place, event in enumerate(events)
-            if isinstance(event, Named) and event.folder and event.changes[0][0][1] == name
-        )
+        paths = {ROOT: ""}
+        for place, event in enumerate(events, 1):
+            if isinstance(event, Named) and event.folder:
+                [((parent, name), number)] = event.changes
+                paths[number] = f"{paths[parent]}{name}/"
+                if paths[number] == f"{folder}/":
+                    return place
+        raise AssertionError(f"{folder} was never made: {sorted(paths.values())}")
 
     return moment
 
@@ -187,7 +192,7 @@ def test_a_commit_that_is_not_synced_is_found_out(make_world, monkeypatch):
         campaign.run(seed=1, looks=20, resumes=0)
 
 
-@pytest.mark.parametrize("kind", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_power_lost_at_any_moment_loses_nothing_committed(make_world, kind):
     make_campaign(make_world(kind)).run(seed=1, looks=20, resumes=4)
 
@@ -196,10 +201,12 @@ def test_power_lost_while_error_rows_run_again_loses_none(make_world):
     make_retry_campaign(make_world()).run(seed=1, looks=20, resumes=4)
 
 
-@pytest.mark.parametrize("folder", [".cbjob", "parts"])
+@pytest.mark.parametrize("folder", [".cbjob", ".cbjob/parts/a.parquet", "results/b/c"])
 def test_power_lost_after_a_kill_loses_nothing_that_came_after_the_kill(make_world, folder):
     """What the killed worker made was never synced by it, and the next one builds on it."""
-    make_killed_campaign(make_world(), after_making(folder)).run(seed=1, looks=20, resumes=2)
+    make_killed_campaign(make_world("deep folders"), after_making(folder)).run(
+        seed=1, looks=20, resumes=2
+    )
 
 
 def test_power_lost_after_a_kill_keeps_the_copy_of_a_streamed_dataset(make_world):
@@ -209,7 +216,7 @@ def test_power_lost_after_a_kill_keeps_the_copy_of_a_streamed_dataset(make_world
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", WORLDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_power_lost_at_every_moment_loses_nothing_committed(make_world, kind):
     campaign = make_campaign(make_world(kind))
     assert deeds(campaign.events) == {"part", "partial", "merged some parts", "result"}
@@ -226,12 +233,13 @@ def test_power_lost_at_every_moment_while_error_rows_run_again_loses_none(make_w
 @pytest.mark.parametrize(
     ("kind", "moment_of"),
     [
-        ("parquet", after_making(".cbjob")),
-        ("parquet", after_making("parts")),
-        ("streamed", after_making("input")),
+        ("deep folders", after_making(".cbjob")),
+        ("deep folders", after_making(".cbjob/parts/a.parquet")),
+        ("deep folders", after_making("results/b/c")),
+        ("streamed", after_making(".cbjob/input")),
         ("streamed", after_copying),
     ],
-    ids=["state", "parts", "input", "copied"],
+    ids=["state", "parts", "results", "input", "copied"],
 )
 def test_power_lost_at_every_moment_after_a_kill_loses_nothing(make_world, kind, moment_of):
     check_all(f"{kind}, after a kill", make_killed_campaign(make_world(kind), moment_of))
