@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -113,6 +114,38 @@ def test_the_chat_template_of_a_model_is_sandboxed(tmp_path, template):
     assert kind == "template_error"
 
 
+def read_in_a_child(path):
+    """Read the column `prompt` of a file; return what came, sorted, and the MiB that it took."""
+    code = (
+        "import sys\n"
+        "from collections import Counter\n"
+        "from pathlib import Path\n"
+        "from jobrunner.data.input.shards import cut_spans\n"
+        "from jobrunner.data.input.sources import Reader\n"
+        "from jobrunner.errors import ConfigError\n"
+        "from tests.data.reading import look\n"
+        "from tests.test_odd_shards import memory_bytes\n"
+        "before, came = memory_bytes('VmRSS'), Counter()\n"
+        "try:\n"
+        "    shards = look(Path(sys.argv[1]), ['prompt'])\n"
+        "    with Reader(shards, 'prompt') as reader:\n"
+        "        for span in cut_spans(shards):\n"
+        "            for batch in reader.read(span):\n"
+        "                for row in batch:\n"
+        "                    came[row.error.kind if row.error else str(row.value[0])[:4]] += 1\n"
+        "except ConfigError as error:\n"
+        "    came['refused'] += 1\n"
+        "grown = memory_bytes('VmHWM') - before\n"
+        "print(*(f'{what}={n}' for what, n in sorted(came.items())), grown)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert not done.returncode, done.stderr
+    *came, peak_bytes = done.stdout.split()
+    return came, int(peak_bytes) >> 20
+
+
 def test_a_line_that_unpacks_to_half_a_gigabyte_is_an_error_row_in_bounded_memory(tmp_path):
     path = tmp_path / "a.jsonl.zst"
     with pa.output_stream(str(path), compression="zstd") as file:
@@ -121,22 +154,103 @@ def test_a_line_that_unpacks_to_half_a_gigabyte_is_an_error_row_in_bounded_memor
             file.write(bytes(2**20).replace(b"\0", b"x"))
         file.write(b'"}\n{"prompt": "next"}\n')
     assert path.stat().st_size < 2**20
-    code = (
-        "import resource, sys\n"
-        "from pathlib import Path\n"
-        "from tests.data.reading import look, values_of\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10\n"
-        "before = peak()\n"
-        "values = values_of(look(Path(sys.argv[1]), ['prompt']), 'prompt')\n"
-        "print(*values, peak() - before)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
-    kind, following, peak_mib = done.stdout.split()
-    assert (kind, following) == ("bad_text", "next")
-    assert int(peak_mib) < 400
+    came, peak_mib = read_in_a_child(path)
+    assert came == ["bad_text=1", "n=1"]
+    assert peak_mib < 400
+
+
+def test_a_csv_record_of_many_lines_and_fields_is_an_error_in_bounded_memory(tmp_path):
+    """Fields within quotes go on for lines: no line and no field is too long, the record is."""
+    path = tmp_path / "a.csv.zst"
+    field = b"x" * (40 * 2**20)
+    with pa.output_stream(str(path), compression="zstd") as file:
+        file.write(b'prompt\n"')
+        for _ in range(10):
+            file.write(field + b'\n","')
+        file.write(b'"\n')
+    assert path.stat().st_size < 2**20
+    came, peak_mib = read_in_a_child(path)
+    assert came == ["bad_text=10"]
+    assert peak_mib < 400
+
+
+BIG = 20_000_000
+ZEROS = 140_000_000
+
+
+def once(text, places):
+    """So many texts that are one."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * places, pa.int32()), pa.array([text]))
+
+
+def zeros(count):
+    return pa.UInt8Array.from_buffers(pa.uint8(), count, [None, pa.py_buffer(bytes(count))])
+
+
+def lists_of(values, *lengths):
+    ends = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
+
+
+# what is written, how, and what comes of it
+BOMBS = {
+    "one text again and again": (lambda: once("x" * BIG, 64), {}, ["x=64"]),
+    "one text in many pages": (
+        lambda: once("x" * BIG, 64),
+        {"use_dictionary": False, "write_batch_size": 1},
+        ["x=64"],
+    ),
+    "one text in one page": (
+        lambda: once("x" * BIG, 64),
+        {"use_dictionary": False},
+        ["refused=1"],
+    ),
+    "ever the same beginning": (
+        lambda: pa.array(["x" * BIG] * 64),
+        {
+            "use_dictionary": False,
+            "column_encoding": {"prompt": "DELTA_BYTE_ARRAY"},
+        },
+        ["x=64"],
+    ),
+    "a text over the limit": (lambda: once("x" * 4 * BIG, 16), {}, ["bad_text=16"]),
+    "a list of one text": (
+        lambda: lists_of(once("x" * BIG, 65), 1, 64),
+        {},
+        ["bad_text=1", "xxxx=1"],
+    ),
+    "lists of one text": (lambda: lists_of(once("x" * BIG, 64), *[1] * 64), {}, ["xxxx=64"]),
+    "a list of one number": (
+        lambda: lists_of(zeros(ZEROS), ZEROS),
+        {},
+        ["refused=1"],
+    ),
+}
+
+
+# those that take long to write or to read
+SLOW = {"one text in many pages", "one text in one page", "ever the same beginning"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        pytest.param(*bomb, marks=[pytest.mark.slow] * (name in SLOW), id=name)
+        for name, bomb in BOMBS.items()
+    ],
+)
+def test_parquet_that_unpacks_to_gigabytes_is_read_or_refused_in_bounded_memory(
+    tmp_path, make, options, expected
+):
+    path = tmp_path / "a.parquet"
+    table = pa.table({"prompt": make()})
+    pq.write_table(table, path, compression="zstd", store_schema=False, **options)
+    del table
+    assert path.stat().st_size < 2**20
+    came, peak_mib = read_in_a_child(path)
+    assert came == expected
+    print(f"{peak_mib} MiB")
+    assert peak_mib < 800
 
 
 def test_control_characters_of_names_do_not_reach_the_log_file(world, monkeypatch):

@@ -32,7 +32,7 @@ from jobrunner.data.input.formats.content import (
     Wanted,
     batch_without_columns,
 )
-from jobrunner.data.input.formats.parquet import records_of
+from jobrunner.data.input.formats.parquet import first_records
 from jobrunner.data.input.shards import Shard, find_shards, limit_shards
 from jobrunner.data.layout import make_folder, sync
 from jobrunner.errors import ConfigError, InfrastructureError, JobError
@@ -143,10 +143,12 @@ class _DatasetPlace:
         self.row = row
 
     def next_records(self, stop: int) -> Sequence[Record]:
-        start, self.row = self.row, min(self.row + self._batch_rows, stop)
-        if not self._columns:
-            return [{} for _ in range(start, self.row)]
-        return records_of(self._rows[start : self.row], self._columns)
+        stop = min(self.row + self._batch_rows, stop)
+        records: Sequence[Record] = [{}] * (stop - self.row)
+        if self._columns:
+            records = first_records(self._rows[self.row : stop], self._columns)
+        self.row += len(records)
+        return records
 
     def close(self) -> None:
         self._rows = None

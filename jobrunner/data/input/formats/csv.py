@@ -38,12 +38,14 @@ class CommaSeparated:
         # the module's own limit of 128 KiB is for the whole process and too small for prompts
         csv.field_size_limit(LINE_BYTES)
         # a quote out of place is an error of the record, not a part of its text
-        reader = csv.reader(_Text(lines), strict=True)
+        text = _Text(lines)
+        reader = csv.reader(text, strict=True)
         while True:
+            text.record_bytes = 0
             try:
                 fields = next(reader, None)
             except LineTooLong:
-                yield RowError("bad_text", f"the line is over {LINE_BYTES:,} bytes")
+                yield RowError("bad_text", f"the record is over {LINE_BYTES:,} bytes")
                 continue
             except csv.Error as error:
                 yield RowError("bad_text", f"the record is not CSV: {error}")
@@ -68,16 +70,24 @@ class CommaSeparated:
 
 
 class _Text:
-    """Lines as text; a byte that is not UTF-8 becomes a surrogate, to be found in its field."""
+    """Lines as text; a byte that is not UTF-8 becomes a surrogate, to be found in its field.
+
+    Where a record has so many lines that it is over `LINE_BYTES`, it is as if one line were.
+    """
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
+        self.record_bytes = 0
 
     def __iter__(self) -> _Text:
         return self
 
     def __next__(self) -> str:
-        return next(self._lines).decode(errors="surrogateescape")
+        line = next(self._lines)
+        self.record_bytes += len(line)
+        if self.record_bytes > LINE_BYTES + 1:
+            raise LineTooLong
+        return line.decode(errors="surrogateescape")
 
 
 def _header(file: File, lines: Lines) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jobrunner.data.input.files import File
+from jobrunner.data.input.formats.bounds import (
+    STEP_BYTES,
+    Decoding,
+    decoding_of,
+    first_rows,
+    in_types,
+    leaves_of,
+    too_large,
+)
 from jobrunner.data.input.formats.content import CARRIED_BATCH_ROWS, Place, Record
 from jobrunner.errors import ConfigError, InfrastructureError
+from jobrunner.records import RowError
 
 # without a read buffer Arrow holds the whole column chunk of a row group in memory
 _READ_BUFFER_BYTES = 256 * 1024
+# row groups of fewer rows are decoded together
+_TOGETHER_ROWS = 512
 
 
 def look_at_parquet(file: File) -> ParquetContent:
@@ -66,22 +78,75 @@ class ParquetContent:
         return _ParquetPlace(self, columns, row, batch_rows)
 
     def batches(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        with _source_of(self.file) as source, self.open_file(source) as file:
-            batches = file.iter_batches(
-                batch_size=CARRIED_BATCH_ROWS, columns=schema.names, use_threads=False
-            )
-            yield from batches
+        with closing(_Groups(self, schema.names, CARRIED_BATCH_ROWS)) as groups:
+            for batch in groups.batches(0):
+                if batch.schema.types == schema.types:
+                    yield batch
+                else:
+                    yield from in_types(self.file, batch, schema)
 
-    def open_file(self, source: Any) -> Any:
-        file = pq.ParquetFile(source, pre_buffer=False, buffer_size=_READ_BUFFER_BYTES)
-        rows = file.metadata.num_rows
-        if rows != self.rows:
-            file.close()
+
+class _Groups:
+    """The open file, and the way to decode each of its row groups within bounds."""
+
+    def __init__(self, content: ParquetContent, columns: Sequence[str], batch_rows: int) -> None:
+        self._name = content.file
+        self._columns = list(columns)
+        self._batch_rows = batch_rows
+        self._source = content.file.parquet_source()
+        # what an object store's file has cached serves both
+        on_disk = isinstance(self._source, os.PathLike)
+        self._headers = content.file.open() if on_disk else self._source
+        self._file = self._open()
+        self._rows = content.groups
+        self._leaves = leaves_of(self._file.metadata, columns)
+        rows = self._file.metadata.num_rows
+        if rows != content.rows:
+            self.close()
             raise InfrastructureError(
-                f"`{self.file}` has {rows:,} rows now, {self.rows:,} when the job began",
+                f"`{content.file}` has {rows:,} rows now, {content.rows:,} when the job began",
                 hint="an input must not change while a job runs: restore it, then run again",
             )
-        return file
+
+    def batches(self, group: int) -> Iterator[pa.RecordBatch]:
+        """Decode from the first row of a group to the end of the file."""
+        while group < self._file.metadata.num_row_groups:
+            groups, way = self._together(group)
+            group = groups[-1] + 1
+            file = self._open(way.as_dictionary) if way.as_dictionary else self._file
+            yield from file.iter_batches(
+                batch_size=way.rows, row_groups=groups, columns=self._columns, use_threads=False
+            )
+
+    def _together(self, group: int) -> tuple[Sequence[int], Decoding]:
+        """Small groups from here that are decoded in one way."""
+        footer, rows = self._file.metadata, 0
+        groups: list[int] = []
+        way = Decoding(self._batch_rows)
+        while group < footer.num_row_groups and rows < _TOGETHER_ROWS:
+            its = decoding_of(
+                self._name, self._headers, footer, group, self._leaves, self._batch_rows
+            )
+            joined = way.joined(its)
+            if groups and joined.lists_bytes > STEP_BYTES:
+                break
+            way = joined
+            groups.append(group)
+            rows += self._rows[group]
+            group += 1
+        return groups, way
+
+    def close(self) -> None:
+        self._file.close()
+        self._headers.close()
+
+    def _open(self, as_dictionary: Collection[str] = ()) -> Any:
+        return pq.ParquetFile(
+            self._source,
+            pre_buffer=False,
+            buffer_size=_READ_BUFFER_BYTES,
+            read_dictionary=list(as_dictionary),
+        )
 
 
 class _ParquetPlace:
@@ -95,18 +160,12 @@ class _ParquetPlace:
             starts.append(starts[-1] + rows)
         self._starts = starts
         self._columns = list(columns)
-        self._source = content.file.parquet_source()
-        self._file = content.open_file(self._source)
+        self._groups = _Groups(content, columns, batch_rows)
         group = self._group_of(row)
         self.row = starts[group]
         self._decoded: Any = None
         self._decoded_start = self.row
-        self._batches = self._file.iter_batches(
-            batch_size=batch_rows,
-            row_groups=list(range(group, len(content.groups))),
-            columns=self._columns,
-            use_threads=False,
-        )
+        self._batches = self._groups.batches(group)
 
     def leads_to(self, row: int) -> bool:
         if row < self.row:
@@ -115,28 +174,40 @@ class _ParquetPlace:
 
     def forward_to(self, row: int) -> None:
         while self.row < row:
-            self._next_rows(row)
+            self.row += self._rows_to(row).num_rows
 
     def next_records(self, stop: int) -> Sequence[Record]:
-        return records_of(self._next_rows(stop), self._columns)
+        records = first_records(self._rows_to(stop), self._columns)
+        self.row += len(records)
+        return records
 
     def close(self) -> None:
-        self._file.close()
-        _let_go(self._source)
+        self._groups.close()
 
-    def _next_rows(self, stop: int) -> Any:
-        """Decode on; return the rows from here, at most to `stop`."""
+    def _rows_to(self, stop: int) -> Any:
+        """The decoded rows from here, at least one, at most to `stop`."""
         if self._decoded is None or self.row >= self._decoded_start + self._decoded.num_rows:
             self._decoded_start = self.row
+            # two batches are not in memory at once
+            self._decoded = None
             self._decoded = next(self._batches, None)
             if self._decoded is None:
                 raise pa.ArrowInvalid(f"it ends after row {self.row:,}")
-        rows = self._decoded.slice(self.row - self._decoded_start, stop - self.row)
-        self.row += rows.num_rows
-        return rows
+        return self._decoded.slice(self.row - self._decoded_start, stop - self.row)
 
     def _group_of(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1
+
+
+def first_records(rows: Any, columns: Sequence[str]) -> Sequence[Record]:
+    """Turn the first of some rows into records: at least one, and not too many at once.
+
+    One with a value that is too large is an error.
+    """
+    rows = first_rows(rows, columns)
+    if rows.num_rows == 1 and (why := too_large(rows, columns)):
+        return [RowError("bad_text", why)]
+    return records_of(rows, columns)
 
 
 def records_of(rows: Any, columns: Sequence[str]) -> list[Record]:
