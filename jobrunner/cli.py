@@ -6,6 +6,7 @@ Nothing that takes time is imported here: `cbjob --help` answers at once.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TypeVar
 import click
 
 from jobrunner.console.printable import printable
-from jobrunner.errors import ExitCode, HungError, JobError
+from jobrunner.errors import ExitCode, HostMemoryError, HungError, JobError, lacks_host_memory
 from jobrunner.leaving import leave_at_once
 
 Command = TypeVar("Command", bound=Callable[..., int])
@@ -334,6 +335,8 @@ def main() -> None:
     except JobError as error:
         _say(str(error), error.hint)
         code = error.exit_code
+        if isinstance(error, HostMemoryError) or getattr(error, "on_host", False):
+            code = _lacking_memory()
         if isinstance(error, HungError):
             # exit handlers would wait for the device
             leave_at_once(code)
@@ -341,7 +344,9 @@ def main() -> None:
         mend = _MENDS.get(error.errno or 0, "mend it")
         _say(str(error), f"{mend}, then run the same command again: nothing committed is lost")
         code = ExitCode.INFRASTRUCTURE
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not lacks_host_memory(error):
+            raise
         _say(
             f"this machine has no more memory: {error}"
             if str(error)
@@ -349,11 +354,18 @@ def main() -> None:
             "close other programs or lower `batching.kv_memory`, `batching.max_batch_size` or"
             " `workers.count`, then run the same command again: nothing committed is lost",
         )
-        code = ExitCode.INFRASTRUCTURE
+        code = _lacking_memory()
     except (KeyboardInterrupt, click.Abort):
         _say("interrupted: what was committed is kept", "the same command goes on from there")
         code = ExitCode.INTERRUPTED
     sys.exit(code or 0)
+
+
+def _lacking_memory() -> int:
+    """The exit code: a worker of several is started again, for rows may be to blame."""
+    from jobrunner.cluster.local import HOST_MEMORY_CODE, SUPERVISED
+
+    return HOST_MEMORY_CODE if SUPERVISED in os.environ else ExitCode.INFRASTRUCTURE
 
 
 def _say(message: str, hint: str) -> None:

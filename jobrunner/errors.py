@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from enum import IntEnum
 
 
@@ -52,6 +53,10 @@ class InfrastructureError(JobError):
     exit_code = ExitCode.INFRASTRUCTURE
 
 
+class HostMemoryError(InfrastructureError):
+    """This machine has no memory for something; it may have once others need less."""
+
+
 class HungError(InfrastructureError):
     """A device does not come to an end: this process must end without waiting for it."""
 
@@ -66,3 +71,13 @@ class DeviceBusyError(JobError):
     """Another worker of this job holds the device."""
 
     exit_code = ExitCode.RUN_AGAIN
+
+
+def lacks_host_memory(error: BaseException) -> bool:
+    """Whether an error is this machine's lack of memory, whoever asked for it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        # torch has no type of its own for it
+        return "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | HostMemoryError)

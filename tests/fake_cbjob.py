@@ -2,7 +2,7 @@
 
 What the model does to its process is said in CBJOB_FAKE, as JSON: `step_s` a step takes, `killer`
 an index of a row, or "start", and `death` what happens then: the name of a signal, "raise",
-"hang", or "lost": the device does not answer, and exit handlers wait for it.
+"memory", "hang", or "lost": the device does not answer, and exit handlers wait for it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_fake_engine(job: Job) -> Engine:
     """An engine as the environment says."""
     said = json.loads(os.environ.get("CBJOB_FAKE", "{}"))
     if said.get("killer") == "start":
-        _die("SIGSEGV")
+        _die(said.get("death", "SIGSEGV"))
 
     def before(plan: Plan) -> None:
         time.sleep(said.get("step_s", 0.0))
@@ -86,6 +86,8 @@ def save_fake_model(folder: Path) -> Path:
 def _die(how: str) -> None:
     if how == "raise":
         raise RuntimeError("the fake model broke")
+    if how == "memory":
+        raise MemoryError("Unable to allocate 9.3 GiB")
     if how == "hang":
         time.sleep(600)
     if how == "lost":

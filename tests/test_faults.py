@@ -363,6 +363,18 @@ def test_a_worker_stopped_for_longer_than_its_heartbeat_goes_on_and_disturbs_not
     assert_finishes(world, reference)
 
 
+def test_torchs_allocator_out_of_memory_anywhere_ends_the_job_with_74(capsys):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    code, said = end_of(capsys, raised.value)
+    assert code == ExitCode.INFRASTRUCTURE
+    assert "error: this machine has no more memory: " in said
+    assert "lower `batching.kv_memory`" in said
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        end_of(capsys, RuntimeError("a fault of ours"))
+
+
 def test_a_machine_out_of_memory_ends_the_job_with_74_and_its_rows_are_suspect(
     world, reference, capsys
 ):

@@ -149,7 +149,7 @@ def test_case_H_the_number_of_workers_changes_between_runs(world, reference):
     assert world.problems() == []
 
 
-@pytest.mark.parametrize("death", ["SIGSEGV", "raise"])
+@pytest.mark.parametrize("death", ["SIGSEGV", "raise", "memory"])
 def test_a_row_that_kills_its_worker_three_times_becomes_an_error_row(world, reference, death):
     fake = {"killer": 83, "death": death}
     options = (*TWO, "--progress", "plain", "--set", "checkpoint.part_rows=3")
@@ -175,3 +175,18 @@ def test_a_worker_that_dies_by_itself_before_any_row_is_given_up_with_a_clear_er
     code, said = finish(start(world, *TWO, "--progress", "plain", fake={"killer": "start"}))
     assert code == ExitCode.UNEXPECTED, said
     assert "again and again without finishing a row" in said
+
+
+def test_workers_that_never_have_memory_are_given_up_with_74_and_advice(world):
+    fake = {"killer": "start", "death": "memory"}
+    code, said = finish(start(world, *TWO, "--progress", "plain", fake=fake))
+    assert code == ExitCode.INFRASTRUCTURE, said
+    assert "died (no memory): it starts again in 0.5 s" in said
+    assert "again and again without finishing a row, at last by no memory" in said
+    assert "this machine has no more memory: Unable to allocate 9.3 GiB" in said
+    assert said.count("lower `batching.kv_memory`") == 1
+
+
+def test_one_worker_of_its_own_ends_with_74_where_it_has_no_memory(world):
+    code, said = finish(start(world, fake={"killer": 83, "death": "memory"}))
+    assert code == ExitCode.INFRASTRUCTURE, said

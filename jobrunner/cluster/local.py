@@ -18,6 +18,9 @@ from jobrunner.errors import ExitCode
 
 # tells a worker that its parent holds the other end of its standard input: see `run_command`
 SUPERVISED = "CBJOB_SUPERVISED"
+# how a worker ends for which this machine has no memory: other than the rest of what
+# `ExitCode.INFRASTRUCTURE` says, this may be the fault of a row, and others go on
+HOST_MEMORY_CODE = 79
 # ends that another start would not change
 FINAL = frozenset(ExitCode) - {ExitCode.UNEXPECTED}
 # so many lives in a row in which nothing was finished, or not even begun, are a crash loop: a row
@@ -52,6 +55,8 @@ class Ended:
     @property
     def words(self) -> str:
         """How it ended, for a person."""
+        if self.code == HOST_MEMORY_CODE:
+            return "no memory"
         if self.code >= 0:
             return f"exit code {self.code}"
         return f"killed by {signal.Signals(-self.code).name}"
@@ -190,7 +195,8 @@ class Crew:
         worker.deaths += 1
         worker.deaths_at_start += not worker.begun
         if worker.deaths >= MOST_DEATHS or worker.deaths_at_start >= MOST_DEATHS_AT_START:
-            worker.code = ExitCode.UNEXPECTED
+            lacks_memory = code == HOST_MEMORY_CODE
+            worker.code = ExitCode.INFRASTRUCTURE if lacks_memory else ExitCode.UNEXPECTED
             return Ended(number, process.pid, code, crash_loop=True)
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (worker.deaths - 1))
         worker.start_at_s = self._clock() + pause_s

@@ -29,6 +29,7 @@ from jobrunner.engine.engine import Engine
 from jobrunner.engine.fused import make_fast
 from jobrunner.engine.graphs import CudaRecorder, Record
 from jobrunner.engine.kv import AttentionCall, KvPool, attention_flops, bytes_per_token
+from jobrunner.engine.lack import memory_for
 from jobrunner.engine.largest_step import SCRATCH_BLOCKS, StepMemory, measure, smaller_graphs
 from jobrunner.engine.memory import (
     KvMemory,
@@ -211,8 +212,11 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
     Raises ModelError where weights are missing, damaged or of another kind.
     """
     read_weights(folder)
+    room = partial(
+        memory_for, f"the weights in `{folder}`", "`workers.count`, or use a smaller model"
+    )
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), room():
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
@@ -235,7 +239,8 @@ def load_model(folder: Path, dtype: str, device: str) -> torch.nn.Module:
             f"`{absent[0]}` among them",
             hint="check that the folder is complete and that config.json belongs to it",
         )
-    return model.eval().requires_grad_(False).to(device)
+    with room():
+        return model.eval().requires_grad_(False).to(device)
 
 
 def use_threads(threads: AutoInt) -> None:
@@ -268,7 +273,8 @@ def prove_model(
     freeze_positions(model, info.max_model_len)
     choose = partial(choose_backend, attention)
     improve = make_fast if fast else leave
-    calls, backend = prove(model, choose, block_size, info.max_model_len, improve)
+    with memory_for("the first passes of the model", "`workers.count`, or use a smaller model"):
+        calls, backend = prove(model, choose, block_size, info.max_model_len, improve)
     return ProvenModel(info, model, calls, backend)
 
 
@@ -379,9 +385,12 @@ def place_model(
     block_count = _block_count(info, limits, kv_memory, block_size, token_bytes, needs)
     host_blocks = _host_block_count(rules, info.device, token_bytes * block_size, block_count)
     backend = proven.backend
-    pool = backend.make_pool(
-        proven.calls, block_count, block_size, model.dtype, model.device, host_blocks
-    )
+    blocks = f"{block_count:,} blocks of KV and {host_blocks:,} of swapped KV"
+    size = f"{(block_count + host_blocks) * block_size * token_bytes / 2**20:,.1f} MiB"
+    with memory_for(f"{blocks}, {size}", "`batching.kv_memory` or `batching.swap_memory`"):
+        pool = backend.make_pool(
+            proven.calls, block_count, block_size, model.dtype, model.device, host_blocks
+        )
     attention = backend.make_attention(pool, model.device)
     attach(model, attention)
     tokens = block_count * block_size
@@ -411,13 +420,15 @@ def build_engine(
     Without `graphs` decode steps are launched one operation at a time, also on a GPU.
     """
     pool, model = placed.pool, placed.model
+    with memory_for("the first swapped blocks", "`batching.kv_memory` or `batching.swap_memory`"):
+        costs = _costs(pool, placed.host_blocks)
     scheduler = make_scheduler(
         rules,
         Blocks(pool.block_count, pool.block_size, prefix_cache),
         limits,
         open_text,
         host_blocks=placed.host_blocks,
-        costs=_costs(pool, placed.host_blocks),
+        costs=costs,
         ahead=ahead,
     )
     most, longest = limits.max_batch_size, placed.info.max_model_len

@@ -164,11 +164,15 @@ class Drawn:
 
 class OutOfMemoryError(InfrastructureError):
     """A device has no memory for a plan. Of its copies so many are carried out, of the rest nothing
-    counts: what was written of its tokens is to be written again."""
+    counts: what was written of its tokens is to be written again.
 
-    def __init__(self, message: str, *, copied: int = 0) -> None:
+    `on_host`: it is this machine that has none.
+    """
+
+    def __init__(self, message: str, *, copied: int = 0, on_host: bool = False) -> None:
         super().__init__(
             f"the device is out of memory: {message}",
             hint="let nobody else use the device, or lower batching.kv_memory",
         )
         self.copied = copied
+        self.on_host = on_host

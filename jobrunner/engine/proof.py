@@ -16,6 +16,7 @@ from jobrunner.engine.attention.choice import Backend
 from jobrunner.engine.attention.hook import Piece, Singles, UnservedError, attach
 from jobrunner.engine.attention.probe import record_calls
 from jobrunner.engine.kv import AttentionCall
+from jobrunner.engine.lack import lacks_memory
 from jobrunner.engine.runner import Packed, TransformersRunner
 from jobrunner.engine.support import check_calls, check_reach, refusal
 from jobrunner.errors import ModelError
@@ -77,6 +78,8 @@ def prove(
         attach(model, attention)
         actual = _paged_logits(TransformersRunner(model, attention, device), sequences, block_size)
     except (UnservedError, *_FAILURES) as error:
+        if lacks_memory(error):
+            raise
         raise refusal(model.config, f"with paged attention it fails: {error}") from error
     for expected_TV, actual_TV in zip(expected, actual, strict=True):
         _compare(model, expected_TV, actual_TV, _TOLERANCE[dtype])

@@ -24,19 +24,19 @@ from jobrunner.engine.devices import device_state
 from jobrunner.engine.graphs import DecodeGraphs, Record, StepInputs, StepOutputs
 from jobrunner.engine.inputs import InputSets, TakesInputs
 from jobrunner.engine.kv import KvPool
+from jobrunner.engine.lack import lacks_memory
 from jobrunner.engine.logprobs import Looked, look, read
 from jobrunner.engine.plan import Drawn, OutOfMemoryError, Plan
 from jobrunner.engine.sampler import likeliest, sample_on_device
 from jobrunner.engine.streams import Lane, Mark, Streams, streams_of, wait_for
 from jobrunner.engine.swap import Copy
 from jobrunner.engine.watchdog import STEP_HINT, Patience, StepLimit, words_of
-from jobrunner.errors import HungError, InfrastructureError
+from jobrunner.errors import HungError, InfrastructureError, lacks_host_memory
 
 Numbers = np.ndarray
 
 
 # how a lack of memory is called where it has no type of its own: by cuBLAS, the driver, and a CPU
-_NO_MEMORY = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
 # more than any batch has
 _MOST_DRAWN = 1 << 16
 _UNLIMITED = StepLimit(math.inf)
@@ -275,11 +275,12 @@ class TransformersRunner:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if not _lacks_memory(error):
+            if not lacks_memory(error):
                 raise
             self._ran_out = True
             copied = 0 if self._copies is None else self._copies.carried_out
-            raise OutOfMemoryError(str(error), copied=copied) from error
+            on_host = lacks_host_memory(error)
+            raise OutOfMemoryError(str(error), copied=copied, on_host=on_host) from error
 
     def _await(self, mark: Mark, plan: Plan) -> None:
         """Wait until the device has passed a mark in the work on a plan, but not for ever."""
@@ -344,12 +345,6 @@ def _device_failures() -> Iterator[None]:
             f"the device failed: {error}",
             hint="run again; out of memory: lower batching.kv_memory or token_budget",
         ) from error
-
-
-def _lacks_memory(error: Exception) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return any(words in str(error).lower() for words in _NO_MEMORY)
 
 
 def _outputs(logits_BV: torch.Tensor) -> StepOutputs:
