@@ -176,9 +176,9 @@ class Step:
     `tokens_recomputed` (lost to a preemption and computed again). `tokens_cached` came from
     the prefix cache. `context_tokens` sums over its sequences how many tokens each already
     had in KV memory, `attended_tokens` over its prompt tokens how many each attends to: itself and
-    all before it. `swapped_blocks` were copied to host memory or back, which took `swap_s`, part of
-    `forward_s`. `duplicates` of the completions are the answers of equal requests. So far
-    `out_of_memory` steps found no memory, and these are the limits now: `token_budget`,
+    all before it. `swapped_blocks` were copied to host memory or back; of `forward_s` the device
+    waited `swap_s` for copies. `duplicates` of the completions are the answers of equal requests.
+    So far `out_of_memory` steps found no memory, and these are the limits now: `token_budget`,
     `max_batch_size`. An idle step computes nothing: the engine waited for requests.
     """
 

@@ -159,7 +159,8 @@ class Snapshot:
     tokens_cached: int
     #: b · tokens_recomputed, b = seconds of a prefill token in the cost model
     recompute_s: float | None
-    #: blocks copied to host memory or back, and the seconds that took
+    #: blocks copied to host memory or back, and the seconds that the computing waited for that:
+    #: what is copied beside it costs nothing
     swapped_blocks: int
     swap_s: float
     #: swap_s + recompute_s

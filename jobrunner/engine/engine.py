@@ -245,7 +245,7 @@ class Engine:
         # the device began with it when it had it, and was done with the one before
         forward_s = finished - max(flight.launched_at, self._collected_at)
         if self._ahead:
-            forward_s = drawn.copy_s + drawn.compute_s or forward_s
+            forward_s = drawn.held_s + drawn.compute_s or forward_s
         self._collected_at = finished
         done = self._scheduler.commit(flight.plan, drawn, finished)
         discarded = self._scheduler.discarded
@@ -258,7 +258,7 @@ class Engine:
             running=flight.running - discarded,
             used=flight.used,
             forward_s=forward_s,
-            swap_s=drawn.copy_s,
+            swap_s=drawn.held_s,
         )
 
     def _watching(self, plan: Plan) -> AbstractContextManager[None]:

@@ -153,12 +153,15 @@ class Drawn:
     """What came of a plan: one token per sampling chunk, in the order of the plan.
 
     `logprobs` runs beside the tokens, None for a row that wants none; it is empty where no row
-    wants any. `copy_s` went into the copies of the plan, `compute_s` into the rest; 0 is unknown.
+    wants any. `copy_s` went into the copies of the plan, `compute_s` into the rest. Where a device
+    copies beside its computing, that was held up for `held_s` by these copies or earlier ones.
+    0 is unknown.
     """
 
     tokens: Seq[int] | Numbers = ()
     logprobs: Seq[TokenLogprob | None] = ()
     copy_s: float = 0.0
+    held_s: float = 0.0
     compute_s: float = 0.0
 
 

@@ -164,10 +164,10 @@ class TransformersRunner:
         packed = pack(plan) if len(plan) else None
         # a device tells of its failures when it is next waited for, here or there
         with _device_failures(), self._memory_for_a_plan(), self._inputs.launch():
-            copied = self._copy(plan.copies, packed)
+            free = self._streams.mark(Lane.COMPUTE)
+            copied, begun = self._copy(plan.copies, packed, free)
             if packed is None:
-                return Launched(plan, self._device, self._await, copied=copied)
-            begun = self._streams.mark(Lane.COMPUTE)
+                return Launched(plan, self._device, self._await, free, begun, begun, copied)
             out = self._compute(packed).first(len(draws))
             # logits that are not finite may lead past the vocabulary, and stop all before they tell
             most = out.logits.shape[1] - 1
@@ -177,8 +177,9 @@ class TransformersRunner:
                 plan,
                 self._device,
                 self._await,
+                free,
+                begun,
                 copied=copied,
-                begun=begun,
                 # the next step of this size writes to the same tensors
                 tokens=tokens_B.to("cpu", non_blocking=True, copy=True),
                 finite=out.finite.to("cpu", non_blocking=True, copy=True),
@@ -244,17 +245,22 @@ class TransformersRunner:
             ).logits
             return logits_1BV[0]
 
-    def _copy(self, copies: Sequence[Copy], packed: Packed | None) -> Copied | None:
-        """Begin to swap blocks, and let what is computed next wait for those that it uses."""
+    def _copy(
+        self, copies: Sequence[Copy], packed: Packed | None, free: Mark
+    ) -> tuple[Copied | None, Mark]:
+        """Begin to swap blocks, and let what is computed next wait for those that it uses.
+
+        Return also where the computing begins: at `free` if no block is under way.
+        """
         if self._copies is None:
             assert not copies, "a plan has copies, the runner has no pool to copy in"
-            return None
+            return None, free
         if not copies and self._copies.idle:
-            return None
+            return None, free
         used = used_blocks(packed, self._copies.block_size)
         copied = self._copies.begin(copies, used) if copies else None
         self._copies.hold_for(used)
-        return copied
+        return copied, self._streams.mark(Lane.COMPUTE)
 
     @contextmanager
     def _memory_for_a_plan(self) -> Iterator[None]:
@@ -307,15 +313,17 @@ class TransformersRunner:
 class Launched:
     """What a device is computing, and where on the host it will be: `tokens`, `finite`, `[B]`.
 
-    `wait` waits for a mark in its work on the plan.
+    `wait` waits for a mark in its work on the plan. It was `free` for the plan when it had computed
+    the one before, has `begun` to compute when no copy holds it up, and is `done`.
     """
 
     plan: Plan
     device: torch.device
     wait: Callable[[Mark, Plan], None]
+    free: Mark
+    begun: Mark
+    done: Mark
     copied: Copied | None = None
-    begun: Mark | None = None
-    done: Mark | None = None
     tokens: torch.Tensor | None = None
     finite: torch.Tensor | None = None
     looked: Sequence[Looked] = ()
@@ -327,13 +335,15 @@ class Launched:
             if self.copied is not None:
                 self.wait(self.copied.done, self.plan)
                 copy_s = self.copied.seconds
-            if self.begun is None or self.done is None or self.tokens is None:
-                return Drawn(copy_s=copy_s)
             self.wait(self.done, self.plan)
+            held_s = self.begun.since(self.free)
+            if self.tokens is None:
+                return Drawn(copy_s=copy_s, held_s=held_s)
             assert self.finite is not None, "a step that draws tells whether it may"
             _check_finite(self.finite, self.plan, self.device)
             logprobs = read(self.looked, len(self.tokens))
-            return Drawn(self.tokens.tolist(), logprobs, copy_s, self.done.since(self.begun))
+            compute_s = self.done.since(self.begun)
+            return Drawn(self.tokens.tolist(), logprobs, copy_s, held_s, compute_s)
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class VirtualRunner:
         self._clock.advance(copy_s + compute_s)
         if self._draw:
             self.places = _drawn(plan)
-        return Drawn(tokens, copy_s=copy_s, compute_s=compute_s)
+        return Drawn(tokens, copy_s=copy_s, held_s=copy_s, compute_s=compute_s)
 
     def _drawn_tokens(self, plan: Plan) -> Numbers:
         prefilled = [chunk for chunk in plan.prefills if chunk.samples]

@@ -141,10 +141,10 @@ def test_no_step_reads_a_block_before_it_is_copied_nor_writes_one_that_still_is(
     given = {event for event in serving if ": " in event}
     assert given == {"compute: compute", "copy: swap in", "copy: swap out"}
     fake_streams.check()
-    # one piece of work each, two where what is not used at once comes later
+    # each of them uses a block that is copied
     swaps = [step for step in steps if step.swapped_blocks]
+    assert swaps
     assert all(step.swap_s >= 1 for step in swaps)
-    assert not any(step.swap_s for step in steps if not step.swapped_blocks)
 
 
 def test_lanes_that_are_never_held_are_found_out(llama: Path, monkeypatch: pytest.MonkeyPatch):
