@@ -19,6 +19,7 @@ import torch
 
 from jobrunner.engine.attention.device_paged import DecodeTables
 from jobrunner.engine.attention.hook import Singles
+from jobrunner.engine.lack import lacks_memory
 from jobrunner.engine.streams import Lane, Mark, Streams, streams_of, wait_for
 
 log = logging.getLogger("cbjob")
@@ -28,6 +29,9 @@ Numbers = np.ndarray
 # of each row: token, position, slot, length, row of the table, whom it follows, row of its logits
 _COLUMNS = 7
 _SETS = 2
+# steps after which it is tried again to record a size that there was no memory for: then twice as
+# many, because a try takes longer than what it saves in a few steps
+_FIRST_PAUSE = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +118,7 @@ class DecodeGraphs:
         self._turn = 0
         self._replays: dict[int, Replay] = {}
         self._cannot_record = False
+        self._pause = _Pause()
 
     def serves(self, singles: Singles) -> bool:
         """Whether a step of these and nothing else can be played, as far as is known."""
@@ -132,21 +137,43 @@ class DecodeGraphs:
     ) -> StepOutputs | None:
         """Play the step of these sequences; its outputs hold until the next one of their size.
 
-        None where the model cannot be recorded: from then on nothing is served.
+        None where the step is to be launched one operation at a time: because the model cannot be
+        recorded, from then on nothing is served, or because there is no memory to record this size.
         `follows` are places of tokens among them, and in what the step before drew.
         """
         size = self._sizes[bisect_left(self._sizes, len(singles))]
-        if size not in self._replays:
-            try:
-                self._replays[size] = self._record_size(size)
-            except RuntimeError as error:
-                self._cannot_record = True
-                log.warning("decode steps are launched one operation at a time, slower: %s", error)
-                return None
+        if not self._recorded(size):
+            return None
         replay, outputs = self._replays[size]
         self._write(size, singles, tokens, logit_rows, follows)
         replay()
         return outputs.first(len(singles))
+
+    def _recorded(self, size: int) -> bool:
+        """Whether this size is recorded, if need be now."""
+        if size in self._replays:
+            return True
+        if self._pause.lasts(size):
+            return False
+        try:
+            self._replays[size] = self._record_size(size)
+        except (RuntimeError, MemoryError) as error:
+            self._give_up(size, error)
+            return False
+        return True
+
+    def _give_up(self, size: int, error: Exception) -> None:
+        """Launch steps of this size by operations, for a while if only memory was lacking."""
+        slower = "launched one operation at a time, slower"
+        if not lacks_memory(error):
+            self._cannot_record = True
+            log.warning("decode steps are %s: %s", slower, error)
+            return
+        steps = self._pause.begin(size)
+        log.warning(
+            "no memory to record decode steps of %d rows: the next %d are %s: %s",
+            *(size, steps, slower, error),
+        )
 
     def _record_size(self, size: int) -> Replay:
         started = time.perf_counter()
@@ -222,6 +249,28 @@ class _HostSet:
 
     def sent(self) -> None:
         self._read_until = self._streams.mark(Lane.COMPUTE)
+
+
+class _Pause:
+    """How long not to try to record a size that there was no memory for, and larger ones."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._left = 0
+        self._next = _FIRST_PAUSE
+
+    def begin(self, size: int) -> int:
+        """Return how many steps of this size or more it lasts."""
+        self._size, self._left = size, self._next
+        self._next *= 2
+        return self._left
+
+    def lasts(self, size: int) -> bool:
+        """Whether a step of this size is one of them."""
+        if size < self._size or self._left == 0:
+            return False
+        self._left -= 1
+        return True
 
 
 def batch_sizes(most: int) -> Sequence[int]:

@@ -36,7 +36,6 @@ from jobrunner.errors import HungError, InfrastructureError, lacks_host_memory
 Numbers = np.ndarray
 
 
-# how a lack of memory is called where it has no type of its own: by cuBLAS, the driver, and a CPU
 # more than any batch has
 _MOST_DRAWN = 1 << 16
 _UNLIMITED = StepLimit(math.inf)

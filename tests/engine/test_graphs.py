@@ -16,11 +16,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from jobrunner.config import BatchingTable
-from jobrunner.engine import loading
+from jobrunner.engine import graphs, loading
 from jobrunner.engine.attention.device_paged import DecodeTables
 from jobrunner.engine.attention.hook import Singles
 from jobrunner.engine.graphs import (
     DecodeGraphs,
+    Record,
     Replay,
     Step,
     StepInputs,
@@ -132,6 +133,99 @@ def test_a_model_that_cannot_be_recorded_computes_all_the_same(
         "decode steps are launched one operation at a time, slower: "
         "operation not permitted when stream is capturing"
     ]
+
+
+def test_a_lack_of_memory_when_recording_is_got_over(
+    llama: Path, recorder: TracingRecorder, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(graphs, "_FIRST_PAUSE", 2)
+    record, lacks = TracingRecorder.__call__, [True]
+
+    def first_without_memory(self: TracingRecorder, step: Step, inputs: StepInputs) -> Replay:
+        if lacks:
+            lacks.pop()
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        return record(self, step, inputs)
+
+    monkeypatch.setattr(TracingRecorder, "__call__", first_without_memory)
+    prompts = random_prompts(3)
+    rows = [greedy(*row) for row in enumerate(prompts)]
+    _, done = serve(llama, rows, attention="reference")
+    assert [done[index].tokens for index in range(3)] == generate(llama, prompts)
+    assert not lacks
+    assert recorder.played > 0
+
+
+class NarrowRecorder:
+    """Has memory to record steps of up to `most` rows; keeps which sizes it tried."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tried: list[int] = []
+
+    def __call__(self, step: Step, inputs: StepInputs) -> Replay:
+        size = len(inputs.tokens)
+        self.tried.append(size)
+        if size > self.most:
+            raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+        zeros = torch.zeros(size)
+        return lambda: None, StepOutputs(zeros.view(size, 1), zeros, zeros)
+
+
+def small_graphs(record: Record) -> DecodeGraphs:
+    return DecodeGraphs(
+        lambda inputs: None, record, CPU, most=4, longest=40, block_size=16, trash_block=9
+    )
+
+
+def singles_of(count: int) -> Singles:
+    return Singles(np.zeros((4, 3), np.int32), np.arange(count), np.ones(count, np.int64))
+
+
+def plays(graphs: DecodeGraphs, count: int) -> bool:
+    """Whether a step of so many rows is played; if not, it has to be launched."""
+    singles = singles_of(count)
+    if not graphs.serves(singles):
+        return False
+    return graphs.run(singles, np.zeros(count), np.arange(count), None) is not None
+
+
+def test_a_size_without_memory_is_tried_again_after_a_pause_twice_as_long_each_time(caplog):
+    record = NarrowRecorder(most=2)
+    small = small_graphs(record)
+    tried_at = []
+    for step in range(1 + 257 + 513 + 1025):
+        record.most = 4 if step > 1000 else 2
+        tries = len(record.tried)
+        played = plays(small, 4)
+        if len(record.tried) > tries:
+            tried_at.append(step)
+    assert played
+    assert tried_at == [0, 257, 257 + 513, 257 + 513 + 1025]
+    assert caplog.messages == [
+        f"no memory to record decode steps of 4 rows: the next {count} are launched one operation"
+        " at a time, slower: Tried to allocate 2.00 GiB"
+        for count in (256, 512, 1024)
+    ]
+
+
+def test_smaller_sizes_than_one_without_memory_are_recorded_and_larger_ones_are_not_tried():
+    record = NarrowRecorder(most=1)
+    small = small_graphs(record)
+    assert plays(small, 1)
+    assert not plays(small, 2)
+    assert not plays(small, 3)
+    assert plays(small, 1)
+    assert record.tried == [1, 2]
+
+
+def test_what_is_recorded_is_played_though_a_smaller_size_has_no_memory():
+    record = NarrowRecorder(most=4)
+    small = small_graphs(record)
+    assert plays(small, 4)
+    record.most = 1
+    assert not plays(small, 2)
+    assert plays(small, 4)
 
 
 def test_a_batch_is_filled_up_with_rows_of_the_trash_block():
