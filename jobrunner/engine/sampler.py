@@ -31,12 +31,6 @@ def uniform(draw_key: bytes, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-def sample(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
-    """Draw the token of each row, as `sample_on_device` does."""
-    tokens: list[int] = sample_on_device(logits_BV, draws, likeliest(logits_BV)).tolist()
-    return tokens
-
-
 def sample_on_device(
     logits_BV: torch.Tensor, draws: Sequence[Draw | None], likeliest_B: torch.Tensor
 ) -> torch.Tensor:

@@ -9,8 +9,8 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from jobrunner.engine.draws import Draw, Occurrences, occurrences
 from jobrunner.engine.penalties import forbid_ends, penalise
-from jobrunner.engine.sampler import sample
 from jobrunner.records import Sampling
+from tests.engine.test_sampler import sample
 
 SETTINGS = settings(max_examples=100, deadline=None)
 VOCABULARY = 12

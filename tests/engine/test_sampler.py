@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from jobrunner.engine.draws import Draw, Occurrences
-from jobrunner.engine.sampler import likeliest, sample, uniform, weights
+from jobrunner.engine.sampler import likeliest, sample_on_device, uniform, weights
 from jobrunner.records import Sampling
 
 GREEDY = Sampling(1)
@@ -29,6 +29,10 @@ def drawn(
     temperature: float = 1.0, top_p: float = 1.0, key: bytes = b"k", **more: float
 ) -> Sampling:
     return Sampling(1, temperature=temperature, top_p=top_p, draw_key=key, **more)  # type: ignore[arg-type]
+
+
+def sample(logits: torch.Tensor, draws: Sequence[Draw | None]) -> list[int]:
+    return sample_on_device(logits, draws, likeliest(logits)).tolist()
 
 
 def sampled(
