@@ -21,7 +21,8 @@ from jobrunner.config import Settings
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
 from jobrunner.console.printable import printable_lines
-from jobrunner.console.stats import Stats, Totals, no_device_memory
+from jobrunner.console.snapshot import Totals
+from jobrunner.console.stats import Stats, no_device_memory
 from jobrunner.console.view import summary
 from jobrunner.data.claims import (
     Claims,

@@ -36,7 +36,7 @@ from jobrunner.commands.compare_runs import (
 )
 from jobrunner.commands.compare_texts import Texts, compare_texts, plainly_greedy
 from jobrunner.commands.compare_view import as_json, lines, show
-from jobrunner.console.stats import BandLatency
+from jobrunner.console.snapshot import BandLatency
 from jobrunner.engine.scheduler import Limits
 from jobrunner.errors import ConfigError
 from jobrunner.opening import open_job

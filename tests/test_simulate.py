@@ -18,7 +18,8 @@ from click.testing import CliRunner
 
 from jobrunner.cli import cli
 from jobrunner.commands.simulate_fit import fit_cost
-from jobrunner.console.stats import Stats, Totals, metrics_line
+from jobrunner.console.snapshot import Totals, metrics_line
+from jobrunner.console.stats import Stats
 from jobrunner.errors import ConfigError
 from jobrunner.records import Step
 from jobrunner.simulate.cost import StepCost

@@ -13,7 +13,8 @@ import pytest
 from jobrunner.commands.simulate_fit import fit_cost
 from jobrunner.commands.simulate_prior import best_costs
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Stats, Totals, metrics_line
+from jobrunner.console.snapshot import Totals, metrics_line
+from jobrunner.console.stats import Stats
 from jobrunner.errors import ConfigError
 from jobrunner.records import Step
 from jobrunner.simulate.cost import StepCost

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from jobrunner.console.quantiles import Quantiles
-from jobrunner.console.stats import Snapshot, Stats, Totals
+from jobrunner.console.snapshot import Snapshot, Totals
+from jobrunner.console.stats import Stats
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.engine.scheduler import Limits
 from jobrunner.records import Completion, Engine, Request, Requests, SampleId, Step

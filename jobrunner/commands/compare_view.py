@@ -16,7 +16,7 @@ from rich.text import Text
 from jobrunner.commands.compare_runs import GENERATE, Result, Run
 from jobrunner.commands.compare_texts import Texts
 from jobrunner.commands.figures import latency_lines, number, share
-from jobrunner.console.stats import Snapshot
+from jobrunner.console.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from jobrunner.commands.compare import Comparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jobrunner.console.stats import BandLatency, Snapshot
+from jobrunner.console.snapshot import BandLatency, Snapshot
 
 
 def number(value: float | None, digits: int = 3) -> str:

@@ -17,7 +17,8 @@ import click
 
 from jobrunner.commands.simulate_fit import fit_cost
 from jobrunner.commands.simulate_view import as_json, show
-from jobrunner.console.stats import Snapshot, Stats, Totals
+from jobrunner.console.snapshot import Snapshot, Totals
+from jobrunner.console.stats import Stats
 from jobrunner.errors import ConfigError, ExitCode
 from jobrunner.jobfile import load_tables
 from jobrunner.simulate.building import Basis, basis_of, machine_of, rows_of

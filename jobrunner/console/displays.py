@@ -13,7 +13,7 @@ from rich.text import Text
 from tqdm import tqdm
 
 from jobrunner.console.printable import printable_lines
-from jobrunner.console.stats import Snapshot, metrics_line
+from jobrunner.console.snapshot import Snapshot, metrics_line
 from jobrunner.console.view import plain_line, postfix, view
 
 Style = Literal["auto", "rich", "tqdm", "json", "plain", "off"]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Snapshot, metrics_line
+from jobrunner.console.snapshot import Snapshot, metrics_line
 from jobrunner.errors import InfrastructureError
 
 

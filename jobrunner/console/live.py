@@ -13,7 +13,7 @@ from typing import Protocol, Self, TextIO
 from jobrunner.console.displays import Display, Style, display
 from jobrunner.console.files import Metrics, StatusFile
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Snapshot
+from jobrunner.console.snapshot import Snapshot
 
 REFRESH_S = 0.25
 _LOGGER = logging.getLogger("cbjob")

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from jobrunner.console.rows import EXAMPLES
-from jobrunner.console.stats import BandLatency, Snapshot
+from jobrunner.console.snapshot import BandLatency, Snapshot
 
 Numbers = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jobrunner.console.printable import printable
-from jobrunner.console.stats import BandLatency, Snapshot
+from jobrunner.console.snapshot import BandLatency, Snapshot
 
 _SHARD_CELLS = 72  # fits beside its label on 80 columns
 _LOOK = (

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jobrunner.console.stats import Snapshot, Stats, Totals
+from jobrunner.console.snapshot import Snapshot, Totals
+from jobrunner.console.stats import Stats
 from jobrunner.records import Completion, RowError, RowId, Step
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -21,7 +21,8 @@ from jobrunner.console.displays import Bar, Style
 from jobrunner.console.files import StatusFile
 from jobrunner.console.live import Console
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import Snapshot, Stats, metrics_line
+from jobrunner.console.snapshot import Snapshot, metrics_line
+from jobrunner.console.stats import Stats
 from jobrunner.console.view import plain_line
 from jobrunner.errors import ExitCode, InfrastructureError
 

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.console.machine import MachineLimits
-from jobrunner.console.stats import (
-    MOST_BANDS,
-    RECENT_S,
-    Snapshot,
-    Stats,
-    Totals,
-    metrics_line,
-    peak_memory_bytes,
-)
+from jobrunner.console.snapshot import Snapshot, Totals, metrics_line
+from jobrunner.console.stats import MOST_BANDS, RECENT_S, Stats, peak_memory_bytes
 from jobrunner.records import Completion, Request, RowError, RowId, Sampling, Step
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobrunner.console.stats import BandLatency, metrics_line
+from jobrunner.console.snapshot import BandLatency, metrics_line
 from jobrunner.console.total import Total
 
 

@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from jobrunner.console.printable import printable, printable_lines
-from jobrunner.console.stats import BandLatency, Snapshot, Stats, Totals
+from jobrunner.console.snapshot import BandLatency, Snapshot, Totals
+from jobrunner.console.stats import Stats
 from jobrunner.console.view import plain_line, summary, view
 
 RESULTS = Path("runs/gsm8k/results")

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
-from jobrunner.console.stats import Stats, Totals
+from jobrunner.console.snapshot import Totals
+from jobrunner.console.stats import Stats
 from jobrunner.engine.scheduler import Limits
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.trace import TraceRow

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
-from jobrunner.console.stats import Snapshot, Stats, Totals
+from jobrunner.console.snapshot import Snapshot, Totals
+from jobrunner.console.stats import Stats
 from jobrunner.engine.scheduler import Limits
 from jobrunner.engine.tuning import Automatic, Tuning
 from jobrunner.records import Step
