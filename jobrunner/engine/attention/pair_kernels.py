@@ -146,15 +146,10 @@ def _compile() -> PairKernels:
         sinks_H = carray(as_pointer(job.sinks_H), job.heads * job.has_sinks, np.float32)
 
         half, queries = job.width // 2, job.heads // job.kv_heads
-        groups = job.table_width * positions // LANES + 2 + _AHEAD if job.decode_pieces else 0
-        key_starts, value_starts = np.empty(groups, np.int64), np.empty(groups, np.int64)
-        q = np.empty(queries * half, np.int32)
-        scores = np.empty(queries * _SPAN, np.float32)
-        weights = np.empty(queries * _SPAN, np.uint16)
-        weight_pairs = weights.view(np.int32)
-        sums = np.empty(queries * W, np.float32)
-        highest = np.empty(queries, np.float32)
-        totals = np.empty(queries * LANES, np.float32)
+        slots = job.table_width * positions if job.decode_pieces else 0
+        key_starts, value_starts = _room_for_starts(slots)
+        q, scores, weights, weight_pairs = _room_for_rows(queries, half)
+        sums, highest, totals = _room_for_sums(queries, W)
 
         while True:
             taken = take_next(counters, DECODES_TAKEN)
@@ -171,9 +166,7 @@ def _compile() -> PairKernels:
                 _clear_after(value_halves, W, slot)
             at = head * queries * job.q_head_stride + b * job.q_token_stride
             _gather_queries(q_HTD, at, job.q_head_stride, 0, queries, 1, q, half)
-            highest[:] = -np.inf
-            totals[:] = 0
-            sums[:] = 0
+            _begin_sums(sums, highest, totals, queries, W)
             first = max(first, first_seen(lengths_B[b] - 1, job.reach_kind, job.reach_size))
             origin = first // LANES * LANES
             # of a part that lies before all that is seen, nothing is computed
@@ -184,23 +177,12 @@ def _compile() -> PairKernels:
             for begin in range(origin, last, _SPAN):
                 count = min(_SPAN, last - begin)
                 group = (begin - origin) // LANES
-                _score(
-                    q,
-                    half,
-                    keys,
-                    key_starts,
-                    group,
-                    scores,
-                    _SPAN,
-                    queries,
-                    count,
-                    job.scale,
-                )
+                _score(q, half, keys, key_starts, group, scores, queries, count, job.scale)
                 cap(scores, _SPAN, queries, count, job.softcap)
                 for g in range(queries):
                     _hide_unseen(scores, g * _SPAN, first - begin, count, count)
-                _soften(scores, weights, _SPAN, queries, count, highest, totals, sums, W)
-                _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, queries, count)
+                _soften(scores, weights, queries, count, highest, totals, sums, W)
+                _add(weight_pairs, values, value_starts, group, sums, W, queries, count)
             for g in range(queries):
                 h = head * queries + g
                 if part < 0:
@@ -225,16 +207,11 @@ def _compile() -> PairKernels:
         sinks_H = carray(as_pointer(job.sinks_H), job.heads * job.has_sinks, np.float32)
 
         half, queries = job.width // 2, job.heads // job.kv_heads
-        groups = job.chunk_table_width * positions // LANES + 2 + _AHEAD if job.chunk_pieces else 0
-        key_starts, value_starts = np.empty(groups, np.int64), np.empty(groups, np.int64)
+        slots = job.chunk_table_width * positions if job.chunk_pieces else 0
+        key_starts, value_starts = _room_for_starts(slots)
         most = queries * CHUNK_QUERIES if job.chunk_pieces else 0
-        q = np.empty(most * half, np.int32)
-        scores = np.empty(most * _SPAN, np.float32)
-        weights = np.empty(most * _SPAN, np.uint16)
-        weight_pairs = weights.view(np.int32)
-        sums = np.empty(most * W, np.float32)
-        highest = np.empty(most, np.float32)
-        totals = np.empty(most * LANES, np.float32)
+        q, scores, weights, weight_pairs = _room_for_rows(most, half)
+        sums, highest, totals = _room_for_sums(most, W)
 
         while True:
             taken = take_next(counters, CHUNKS_TAKEN)
@@ -246,9 +223,7 @@ def _compile() -> PairKernels:
             rows = own * queries
             at = head * queries * job.q_head_stride + first_row * job.q_token_stride
             _gather_queries(q_HTD, at, job.q_head_stride, job.q_token_stride, rows, own, q, half)
-            highest[:rows] = -np.inf
-            totals[: rows * LANES] = 0
-            sums[: rows * W] = 0
+            _begin_sums(sums, highest, totals, rows, W)
             origin = first_seen(start, kind, size) // LANES * LANES
             _find_groups(
                 table_CL[chunk],
@@ -264,15 +239,15 @@ def _compile() -> PairKernels:
             for begin in range(origin, stop, _SPAN):
                 count = min(_SPAN, stop - begin)
                 group = (begin - origin) // LANES
-                _score(q, half, keys, key_starts, group, scores, _SPAN, rows, count, job.scale)
+                _score(q, half, keys, key_starts, group, scores, rows, count, job.scale)
                 cap(scores, _SPAN, rows, count, job.softcap)
                 for i in range(own):
                     lowest = first_seen(start + i, kind, size) - begin
                     after = min(count, start + i + 1 - begin)
                     for g in range(queries):
                         _hide_unseen(scores, (g * own + i) * _SPAN, lowest, after, count)
-                _soften(scores, weights, _SPAN, rows, count, highest, totals, sums, W)
-                _add(weight_pairs, _SPAN, values, value_starts, group, sums, W, rows, count)
+                _soften(scores, weights, rows, count, highest, totals, sums, W)
+                _add(weight_pairs, values, value_starts, group, sums, W, rows, count)
             for g in range(queries):
                 h = head * queries + g
                 for i in range(own):
@@ -300,6 +275,37 @@ def _values(job):
 def _halves_of_values(job):
     size = job.kv_heads * job.blocks * job.positions * job.value_width
     return carray(as_pointer(job.values_KNPW), size, np.uint16)
+
+
+@inner
+def _room_for_starts(slots):
+    """Where the K and the V of each group begin, as `_find_groups` notes it."""
+    groups = slots // LANES + 2 + _AHEAD
+    return np.empty(groups, np.int64), np.empty(groups, np.int64)
+
+
+@inner
+def _room_for_rows(rows, half):
+    """Queries, scores and weights of rows, the weights also as pairs."""
+    q = np.empty(rows * half, np.int32)
+    scores = np.empty(rows * _SPAN, np.float32)
+    weights = np.empty(rows * _SPAN, np.uint16)
+    return q, scores, weights, weights.view(np.int32)
+
+
+@inner
+def _room_for_sums(rows, W):
+    """Sums, highest scores and totals of the weights of rows."""
+    sums = np.empty(rows * W, np.float32)
+    return sums, np.empty(rows, np.float32), np.empty(rows * LANES, np.float32)
+
+
+@inner
+def _begin_sums(sums, highest, totals, rows, W):
+    """Let rows have seen nothing."""
+    highest[:rows] = -np.inf
+    totals[: rows * LANES] = 0
+    sums[: rows * W] = 0
 
 
 @inner
@@ -357,24 +363,24 @@ def _find_groups(blocks_L, base, positions, origin, stop, half, W, key_starts, v
 
 
 @inner
-def _score(q, half, keys, starts, first_group, scores, span, rows, count, scale):
+def _score(q, half, keys, starts, first_group, scores, rows, count, scale):
     """Scores of every row with `count` positions, the last group's rest not to be used."""
     r = 0
     while r < rows:
         size, a = _rows_at_once(rows - r), r * half
         for group in range((count + LANES - 1) // LANES):
             begin, ahead = starts[first_group + group], starts[first_group + group + _AHEAD]
-            c = r * span + group * LANES
+            c = r * _SPAN + group * LANES
             if size == _ROWS:
-                score_group(q, a, keys, begin, ahead, half, scores, c, span, scale, _ROWS, 1)
+                score_group(q, a, keys, begin, ahead, half, scores, c, _SPAN, scale, _ROWS, 1)
             elif size == 4:
-                score_group(q, a, keys, begin, ahead, half, scores, c, span, scale, 4, 4)
+                score_group(q, a, keys, begin, ahead, half, scores, c, _SPAN, scale, 4, 4)
             elif size == 3:
-                score_group(q, a, keys, begin, ahead, half, scores, c, span, scale, 3, 4)
+                score_group(q, a, keys, begin, ahead, half, scores, c, _SPAN, scale, 3, 4)
             elif size == 2:
-                score_group(q, a, keys, begin, ahead, half, scores, c, span, scale, 2, 4)
+                score_group(q, a, keys, begin, ahead, half, scores, c, _SPAN, scale, 2, 4)
             else:
-                score_group(q, a, keys, begin, ahead, half, scores, c, span, scale, 1, 4)
+                score_group(q, a, keys, begin, ahead, half, scores, c, _SPAN, scale, 1, 4)
         r += size
 
 
@@ -389,17 +395,18 @@ def _hide_unseen(scores, at, lowest, after, count):
 
 
 @inner
-def _soften(scores, weights, span, rows, count, highest, totals, sums, W):
+def _soften(scores, weights, rows, count, highest, totals, sums, W):
     """Make weights of scores."""
     groups = padded(count) // LANES
     for r in range(rows):
-        soften_row(scores, r * span, groups, weights, r * span, highest, totals, r, sums, r * W, W)
+        at = r * _SPAN
+        soften_row(scores, at, groups, weights, at, highest, totals, r, sums, r * W, W)
 
 
 @inner
-def _add(weights, span, values, starts, group, sums, W, rows, count):
+def _add(weights, values, starts, group, sums, W, rows, count):
     """Add to each row of sums the V of `count` positions by their weights."""
-    stride, pairs = span // 2, (count + 1) // 2
+    stride, pairs = _SPAN // 2, (count + 1) // 2
     r = 0
     while r < rows:
         left = min(4, rows - r)
@@ -408,77 +415,21 @@ def _add(weights, span, values, starts, group, sums, W, rows, count):
         while w + 4 * LANES <= W:
             if left == 4:
                 add_groups(
-                    weights,
-                    a,
-                    stride,
-                    values,
-                    starts,
-                    group,
-                    w,
-                    _AHEAD,
-                    W,
-                    pairs,
-                    sums,
-                    c + w,
-                    W,
-                    4,
-                    4,
+                    weights, a, stride, values, starts, group, w, _AHEAD, W, pairs, sums, c, W, 4, 4
                 )
             elif left == 3:
                 add_groups(
-                    weights,
-                    a,
-                    stride,
-                    values,
-                    starts,
-                    group,
-                    w,
-                    _AHEAD,
-                    W,
-                    pairs,
-                    sums,
-                    c + w,
-                    W,
-                    3,
-                    4,
+                    weights, a, stride, values, starts, group, w, _AHEAD, W, pairs, sums, c, W, 3, 4
                 )
             elif left == 2:
                 add_groups(
-                    weights,
-                    a,
-                    stride,
-                    values,
-                    starts,
-                    group,
-                    w,
-                    _AHEAD,
-                    W,
-                    pairs,
-                    sums,
-                    c + w,
-                    W,
-                    2,
-                    4,
+                    weights, a, stride, values, starts, group, w, _AHEAD, W, pairs, sums, c, W, 2, 4
                 )
             else:
                 add_groups(
-                    weights,
-                    a,
-                    stride,
-                    values,
-                    starts,
-                    group,
-                    w,
-                    _AHEAD,
-                    W,
-                    pairs,
-                    sums,
-                    c + w,
-                    W,
-                    1,
-                    4,
+                    weights, a, stride, values, starts, group, w, _AHEAD, W, pairs, sums, c, W, 1, 4
                 )
-            w += 4 * LANES
+            w, c = w + 4 * LANES, c + 4 * LANES
         while w < W:
             for one in range(left):
                 add_groups(
@@ -493,10 +444,10 @@ def _add(weights, span, values, starts, group, sums, W, rows, count):
                     W,
                     pairs,
                     sums,
-                    c + one * W + w,
+                    c + one * W,
                     W,
                     1,
                     1,
                 )
-            w += LANES
+            w, c = w + LANES, c + LANES
         r += left
