@@ -14,15 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from jobrunner import __version__
 from jobrunner.config import Settings
 from jobrunner.console.live import Console
-from jobrunner.console.machine import MachineLimits
-from jobrunner.console.printable import printable_lines
-from jobrunner.console.snapshot import Totals
-from jobrunner.console.stats import Stats, no_device_memory
+from jobrunner.console.stats import Stats
 from jobrunner.console.view import summary
 from jobrunner.data.claims import (
     Claims,
@@ -34,32 +29,28 @@ from jobrunner.data.claims import (
 )
 from jobrunner.data.feed import Feed
 from jobrunner.data.fingerprint import remember
-from jobrunner.data.input.shards import check_unchanged
-from jobrunner.data.input.sources import Reader, read_columns
+from jobrunner.data.input.sources import Reader
 from jobrunner.data.layout import RunDirectory
 from jobrunner.data.ledger import Ledger
-from jobrunner.data.openai.writing import Answering, writing_answers
 from jobrunner.data.progress import Progress, clean_up
-from jobrunner.data.results.merge import merge_shard
 from jobrunner.data.results.outcomes import extras_of
 from jobrunner.data.results.parts import Results, Tally
-from jobrunner.data.results.provenance import provenance_of
 from jobrunner.data.results.result_files import result_suffix
 from jobrunner.data.results.retry import mark_retries
 from jobrunner.data.suspects import Flight, Suspects, discard_dead_flights
 from jobrunner.deadline import Deadline
 from jobrunner.engine.arrivals import Arrivals
 from jobrunner.error_limits import ErrorLimits
-from jobrunner.errors import ConfigError, ExitCode, HungError, InfrastructureError
+from jobrunner.errors import ExitCode, HungError
 from jobrunner.finished import finished_progress, remember_finished
 from jobrunner.guard import Guard
+from jobrunner.log_file import log_file
+from jobrunner.measuring import measure, stats_of
+from jobrunner.merging import check_input, merge, provenance
 from jobrunner.opening import Job, ReadModel, load_engine, open_job, read_model
 from jobrunner.records import Completion, Engine, Partial, Request, Requests, Step
+from jobrunner.run_directory import create, telling_if_gone
 from jobrunner.stop import Stop
-
-if TYPE_CHECKING:
-    from jobrunner.engine.loading import ModelInfo
-    from jobrunner.engine.machine import Rates
 
 log = logging.getLogger("cbjob")
 
@@ -130,14 +121,14 @@ def run(
     job = open_job(settings, read_model)
     identity = Identity.of_this_process(device_name(job.device))
     directory = RunDirectory(settings.run_directory, identity.worker, result_suffix(settings))
-    _create(directory)
+    create(directory)
     fingerprint = job.fingerprint()
     remember(directory, fingerprint)
     claims = Claims(directory.claims, directory.temporary, identity)
     with (
-        _telling_if_gone(directory),
+        telling_if_gone(directory),
         holding_device(claims, identity),
-        _log_file(directory.root / "log.txt"),
+        log_file(directory.root / "log.txt"),
         _console(settings, directory, identity) as console,
     ):
         claims.sweep()
@@ -159,8 +150,8 @@ def run(
                 progress,
                 Results(directory, settings.checkpoint.part_rows, extras_of(settings)),
                 job.input.spans,
-                merge=partial(_merge, job, directory, _provenance(job, fingerprint)),
-                check_input=partial(_check_input, job),
+                merge=partial(merge, job, directory, provenance(job, fingerprint)),
+                check_input=partial(check_input, job),
             )
             flight = Flight(directory, identity)
             _work(job, ledger, progress, console, stop, open_engine, observe, flight, suspects)
@@ -198,11 +189,11 @@ def _work(
     deadline = Deadline(settings.checkpoint.grace)
     with ledger, Reader(shards, settings.input.column, job.input.needed) as reader:
         _announce(job, ledger, progress)
-        limits_of_machine = _measure(job)
+        limits_of_machine = measure(job)
         if limits_of_machine is not None:
             console.measured(limits_of_machine)
         engine = open_engine(job)
-        stats = _stats(job, progress, limits_of_machine)
+        stats = stats_of(job, progress, limits_of_machine)
         due = _Every(settings.checkpoint.every)
         requests = _requests(job, ledger, suspects, reader, stats, stop)
         feed = Feed(requests, WINDOW_ROWS, WINDOW_TOKENS, ledger.wanted)
@@ -308,50 +299,6 @@ def _console(settings: Settings, directory: RunDirectory, identity: Identity) ->
     )
 
 
-def _measure(job: Job) -> MachineLimits | None:
-    """Measure the machine before weights and KV fill it, if the numbers are wanted."""
-    if not job.settings.progress.metrics:
-        return None
-    from jobrunner.engine.machine import measure_rates
-
-    return machine_limits(job.model, measure_rates(job.device, job.dtype))
-
-
-def _stats(job: Job, progress: Progress, limits: MachineLimits | None) -> Stats:
-    size = job.settings.batching.max_batch_size
-    return Stats(
-        _totals(progress, job),
-        slots=size if isinstance(size, int) else None,
-        started_s=time.monotonic(),
-        price_per_gpu_hour=job.settings.job.price_per_gpu_hour,
-        limits=limits,
-        device_memory=_device_memory(job.device),
-    )
-
-
-def _device_memory(device: str) -> Callable[[], int | None]:
-    if device == "cpu":
-        return no_device_memory
-    from jobrunner.engine.machine import device_memory_bytes
-
-    return partial(device_memory_bytes, device)
-
-
-def machine_limits(model: ModelInfo, rates: Rates) -> MachineLimits:
-    """Join what a token of the model needs with what the machine gives."""
-    # a step reads neither the input embedding nor experts that nobody chose
-    read_parameters = (model.flops_per_token + model.flops_per_output_token) / 2
-    return MachineLimits(
-        flops_per_token=model.flops_per_token,
-        flops_per_output_token=model.flops_per_output_token,
-        weight_bytes=read_parameters * model.weight_bytes / model.parameters,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        attention_flops=model.attention_flops,
-        gemm_flops_per_s=rates.gemm_flops_per_s,
-        read_bytes_per_s=rates.read_bytes_per_s,
-    )
-
-
 def _tell_stopped(stop: Stop, progress: Progress, in_flight: Sequence[Partial]) -> None:
     rows = {saved.id for saved in in_flight}
     log.info(
@@ -441,96 +388,6 @@ def _count_others(stats: Stats, progress: Progress) -> None:
     stats.known(progress.rows_done, progress.shards_merged)
 
 
-def _check_input(job: Job, shard: str) -> None:
-    check_unchanged(job.input.shards[shard], job.input.fingerprints[shard])
-
-
-def _provenance(job: Job, fingerprint: Mapping[str, Any]) -> dict[str, object]:
-    return provenance_of(__version__, job.settings, fingerprint, job.prompts.describe())
-
-
-def _merge(job: Job, directory: RunDirectory, provenance: Mapping[str, object], name: str) -> Tally:
-    shard = job.input.shards[name]
-    _check_input(job, name)
-    kept = partial(read_columns, shard, job.input.kept_schema)
-    writing = None
-    if job.settings.input.format == "openai":
-        writing = partial(writing_answers, directory, shard, _answering(job, directory), provenance)
-    return merge_shard(
-        directory,
-        name,
-        shard.rows,
-        kept,
-        job.input.kept_schema,
-        extras=extras_of(job.settings),
-        compression=job.settings.output.compression,
-        provenance=provenance,
-        writing=writing,
-    )
-
-
-def _answering(job: Job, directory: RunDirectory) -> Answering:
-    # when the job was begun: the same for every worker and every merge
-    created_s = int(directory.job_file.stat().st_mtime)
-    return Answering(job.settings.model.name, created_s, job.prompts.token_bytes)
-
-
-def _create(directory: RunDirectory) -> None:
-    try:
-        directory.create()
-    except (FileExistsError, NotADirectoryError) as error:
-        raise ConfigError(
-            f"`output.path` cannot be a folder: `{error.filename}` is a file",
-            hint="choose another output.path",
-        ) from error
-    except OSError as error:
-        raise InfrastructureError(
-            f"cannot make the run directory `{directory.root}`: {error.strerror}",
-            hint="mend that or choose another output.path, then run the same command again",
-        ) from error
-
-
-@contextmanager
-def _telling_if_gone(directory: RunDirectory) -> Iterator[None]:
-    """Say so where the run directory went while the job ran, whatever showed that first."""
-    try:
-        yield
-    except (OSError, InfrastructureError) as error:
-        if directory.job_file.exists():
-            raise
-        raise InfrastructureError(
-            f"the run directory `{directory.root}` was removed or moved while the job ran",
-            hint="put it back, then run the same command again: what was committed in it counts;"
-            " without it the job begins anew",
-        ) from error
-
-
-@contextmanager
-def _log_file(path: Path) -> Iterator[None]:
-    handler = _LogFile(path)
-    handler.setFormatter(_Printable("%(asctime)s %(process)d %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        handler.close()
-
-
-class _Printable(logging.Formatter):
-    """Lets names and texts from outside write no control characters, and no lines of their own."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable_lines(super().format(record))
-
-
-class _LogFile(logging.FileHandler):
-    """Fails as any other file does: logging would print a traceback and go on."""
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        raise
-
-
 class _Every:
     """Tells, when called, whether so many seconds have passed since it last said yes."""
 
@@ -544,16 +401,6 @@ class _Every:
             return False
         self._last_s = now_s
         return True
-
-
-def _totals(progress: Progress, job: Job) -> Totals:
-    return Totals(
-        rows=progress.rows,
-        rows_done_before=progress.rows_done,
-        errors_before=progress.tally.error_rows,
-        shards=len(job.input.shards),
-        shards_done_before=progress.shards_merged,
-    )
 
 
 def _sum_up(progress: Progress, directory: RunDirectory) -> Summary:

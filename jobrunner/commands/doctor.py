@@ -170,7 +170,7 @@ def machine_warnings(machine: Machine, environment: Mapping[str, str]) -> list[s
 def model_ceilings(asked: Asked, info: ModelInfo, rates: Mapping[str, Rates]) -> ModelCeilings:
     """Tell what fits, and the rates that cannot be passed: see MachineLimits for the formulas."""
     from jobrunner.engine.loading import estimate_kv_blocks, resolve_limits
-    from jobrunner.job import machine_limits
+    from jobrunner.measuring import machine_limits
 
     batching = asked.batching
     limits = resolve_limits(
