@@ -13,7 +13,10 @@ if not Path("/proc/driver/nvidia/version").exists():
 
 import pytest
 
+from tests.properties import register_profiles
 from tests.tiny_tokenizers import byte_level
+
+register_profiles()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.config import GenerationTable, InputTable
@@ -20,6 +20,7 @@ from jobrunner.data.input.sources import Reader
 from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.errors import InfrastructureError
 from jobrunner.records import Completion, Request, RowError, RowId, Sampling
+from tests.properties import examples
 from tests.tiny_tokenizers import byte_level
 
 PATIENCE_S = 30.0
@@ -66,7 +67,7 @@ class Source:
             self.closed.set()
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     batches=st.lists(st.lists(st.integers(-1, 9), max_size=5), max_size=6),
     max_rows=st.integers(1, 4),

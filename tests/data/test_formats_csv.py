@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.input.formats import text as text_module
@@ -17,6 +17,7 @@ from jobrunner.data.input.sources import Reader
 from jobrunner.errors import ConfigError
 from jobrunner.records import RowError, Span
 from tests.data.reading import COMPRESSIONS, kept_of, look, rows_of, values_of, write_bytes
+from tests.properties import examples
 
 
 def errors_of(path: Path, content: bytes, column: str = "a") -> list[RowError | None]:
@@ -106,7 +107,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=6) | st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(TEXT, min_size=n, max_size=n))),
     st.sampled_from(COMPRESSIONS),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.input.formats import lines as lines_module
@@ -19,6 +19,7 @@ from jobrunner.data.input.sources import Reader
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowError, RowId, Span
 from tests.data.reading import COMPRESSIONS, kept_of, look, rows_of, values_of, write_bytes
+from tests.properties import examples
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -87,7 +88,7 @@ class TestRows:
         path = write_bytes(tmp_path / "a.jsonl", rb'{"p": "a\ud800 \u0000 \ud83d\ude00"}' + b"\n")
         assert values_of(look(path, ["p"]), "p") == ["a\ud800 \0 😀"]
 
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(st.lists(LINES, max_size=20), st.sampled_from(COMPRESSIONS), st.data())
     def test_any_lines_read_in_any_order_are_as_read_one_by_one(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -84,7 +84,6 @@ def test_template_that_could_look_at_the_prompt_is_not_proven(template: str) -> 
 
 
 @given(template=st.sampled_from(PROVEN), text=st.text(max_size=9))
-@settings(deadline=None)
 def test_frame_is_what_rendering_gives(template: str, text: str) -> None:
     frame = prove(template)
     assert frame is not None

@@ -7,10 +7,11 @@ from decimal import Decimal
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.results.json_values import json_values
+from tests.properties import examples
 
 NOON = dt.datetime(2024, 2, 29, 12, 0, 1, 500_000)
 PARIS = pa.timestamp("ms", "Europe/Paris")
@@ -74,7 +75,7 @@ def test_a_slice_becomes_the_slice_of_its_values(column, expected):
     assert json_values(chunked) == expected + expected[:1]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.none() | st.lists(st.none() | st.integers(0, 9)), max_size=3)))
 def test_nested_lists_equal_what_arrow_says(rows):
     column = pa.array(rows, pa.list_(pa.list_(pa.int64())))

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.data.prompts.tokenizer import Tokenizer
 from tests.prompt_jobs import only_request, open_prompts, outcomes_of, request_of
+from tests.properties import examples
 from tests.tiny_tokenizers import (
     byte_fallback,
     byte_level,
@@ -61,7 +62,7 @@ def count(prompts: Prompts, ids: Any, token: str) -> int:
 
 
 @given(text=TEXT, whole=st.booleans())
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_marked_text_without_marks_is_encoded_as_ever(
     tokenizer: Tokenizer, text: str, whole: bool
 ) -> None:
@@ -69,7 +70,7 @@ def test_marked_text_without_marks_is_encoded_as_ever(
 
 
 @given(text=TEXT)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_case_M_what_a_prompt_spells_is_never_special(
     raw: Prompts, chat: Prompts, text: str
 ) -> None:
@@ -81,7 +82,7 @@ def test_case_M_what_a_prompt_spells_is_never_special(
 
 
 @given(turns=st.lists(st.tuples(st.sampled_from(["user", END, "<|im_", "a"]), TEXT), min_size=1))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_case_M_what_messages_spell_is_never_special(
     messages: Prompts, turns: list[tuple[str, str]]
 ) -> None:
@@ -92,7 +93,7 @@ def test_case_M_what_messages_spell_is_never_special(
 
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=4))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_case_M_neighbours_of_a_row_that_spells_are_encoded_as_alone(
     chat: Prompts, texts: list[str]
 ) -> None:

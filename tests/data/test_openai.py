@@ -266,7 +266,7 @@ JSON = st.recursive(
 BODIES = st.dictionaries(st.sampled_from([*KEYS.split(), "odd"]), JSON, max_size=4)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(st.sampled_from(["custom_id", "method", "url", "body"]), JSON, max_size=4)
     | BODIES.map(lambda body: line(CHAT_URL) | {"body": body})
@@ -451,14 +451,12 @@ def byte_names(tmp_path_factory):
     return AutoTokenizer.from_pretrained(byte_fallback(tmp_path_factory.mktemp("byte_fallback")))
 
 
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_tokens_of_letters_spell_the_text(byte_letters, text):
     ids = byte_letters(text, add_special_tokens=False).input_ids
     assert b"".join(map(TokenSpelling(byte_letters), ids)) == text.encode()
 
 
-@settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), min_size=1))
 def test_tokens_of_words_and_bytes_spell_the_text(byte_names, text):
     ids = byte_names(text, add_special_tokens=False).input_ids

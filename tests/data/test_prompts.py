@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -37,6 +37,7 @@ from tests.prompt_jobs import (
     request_of,
     rows_of,
 )
+from tests.properties import examples
 from tests.tiny_tokenizers import byte_fallback, byte_level, double_bos
 
 BUILDERS = {"byte_level": byte_level, "double_bos": double_bos, "byte_fallback": byte_fallback}
@@ -92,7 +93,6 @@ def text_of(
 
 
 class TestPrompts:
-    @settings(deadline=None)
     @given(texts=st.lists(UTF8_TEXT, max_size=4))
     def test_raw_prompts_are_what_the_tokenizer_says(self, each: Model, texts: list[str]) -> None:
         outcomes = encode(each.raw, *texts)
@@ -314,7 +314,6 @@ class TestRowErrors:
         ),
         kind=st.sampled_from(["prompt", "messages"]),
     )
-    @settings(deadline=None)
     def test_case_I_any_values_give_as_many_outcomes_in_order(
         self, chat_prompts: dict[str, Prompts], values: list[object], kind: str
     ) -> None:
@@ -460,7 +459,6 @@ class TestPromptText:
 
 
 class TestText:
-    @settings(deadline=None)
     @given(text=UTF8_TEXT)
     def test_text_survives_the_way_there_and_back(self, known: dict[str, Model], text: str) -> None:
         byte_level_model = known["byte_level"]
@@ -497,7 +495,6 @@ class TestText:
         whole = emoji_ids(each)
         assert text_of(each.raw, [*whole, *whole[:2], *whole]) == "😀\ufffd😀"
 
-    @settings(deadline=None)
     @given(raw=st.binary(max_size=12))
     def test_case_T_any_bytes_decode_as_python_decodes_them(
         self, known: dict[str, Model], raw: bytes
@@ -520,7 +517,7 @@ def emoji_ids(model: Model) -> list[int]:
 
 
 class TestStream:
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(data=st.data())
     def test_stream_gives_the_text_so_far_at_every_token(
         self, each: Model, data: st.DataObject
@@ -534,7 +531,7 @@ class TestStream:
             so_far += stream.step(token)
             assert so_far == text_of(each.raw, tokens[:count]).removesuffix("\ufffd")
 
-    @settings(deadline=None, max_examples=60)
+    @examples(60)
     @given(data=st.data())
     def test_stream_of_any_tokens_is_the_whole_text(self, each: Model, data: st.DataObject) -> None:
         known_ids = st.integers(0, len(each.tokenizer) + 3)

@@ -5,7 +5,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.intervals import Intervals
@@ -24,6 +24,7 @@ from jobrunner.data.results.parts import (
 from jobrunner.data.results.result_files import read_result_tally
 from jobrunner.errors import InfrastructureError
 from tests.data.conftest import answer, failure, kept_columns, read_result
+from tests.properties import examples
 
 SHARD = "a/b.parquet"
 
@@ -144,7 +145,7 @@ def test_a_damaged_part_is_named_with_what_to_do(run):
     assert "remove this file" in raised.value.hint
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.sets(st.integers(0, 40), min_size=1), min_size=1, max_size=6), st.integers(1, 9))
 def test_merge_windows_equal_sorting_everything(tmp_path_factory, parts, window):
     run = RunDirectory(tmp_path_factory.mktemp("run"), worker="host-1-aa")

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.input import columns as columns_module
@@ -28,6 +28,7 @@ from jobrunner.data.input.shards import (
 from jobrunner.data.input.sources import Reader, read_columns
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import Row, RowId, Span
+from tests.properties import examples
 
 
 def write(path: Path, columns: dict[str, Any], *, groups: Sequence[int] | None = None) -> Path:
@@ -214,7 +215,7 @@ def spans_by_the_rule(groups: list[int], span_rows: int) -> list[tuple[int, int]
 
 
 class TestSpans:
-    @settings(max_examples=40, deadline=None)
+    @examples(40)
     @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 8))
     def test_spans_follow_row_groups(
         self, tmp_path_factory: pytest.TempPathFactory, groups: list[int], span_rows: int
@@ -311,7 +312,7 @@ class CountingFile:
 
 
 class TestReader:
-    @settings(max_examples=60, deadline=None)
+    @examples(60)
     @given(data=st.data())
     def test_any_spans_in_any_order_with_any_rows_skipped(
         self, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

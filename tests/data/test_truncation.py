@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.data.prompts.prompts import Prompts
 from jobrunner.data.prompts.truncation import Side, cut_ids, cut_text
 from jobrunner.records import Completion, Request
 from tests.prompt_jobs import encode, kinds, open_prompts, outcomes_of, request_of
+from tests.properties import examples
 from tests.tiny_tokenizers import byte_fallback, byte_level
 
 SIDES: list[Side] = ["truncate_left", "truncate_right", "truncate_middle"]
@@ -88,7 +89,7 @@ def test_case_K_truncated_prompts_leave_room_for_all_new_tokens(
     side=st.sampled_from(SIDES),
     chat=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_cut_prompts_fit_and_keep_what_the_template_wrote(
     prompts_of_both: dict[tuple[Side, bool], Prompts], text: str, side: Side, chat: bool
 ) -> None:

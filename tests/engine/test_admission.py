@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.admission import Admission, AdmissionAhead, Reserve
@@ -12,8 +12,9 @@ from jobrunner.engine.forecast import Forecast
 from jobrunner.engine.pace import Pace
 from jobrunner.engine.prediction import LengthPredictor
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=200, deadline=None)
+SETTINGS = examples(200)
 
 
 def ahead(block_size: int = 4, reserve: float = 0.0) -> AdmissionAhead:
@@ -91,7 +92,7 @@ def test_the_foreseen_peak_is_the_highest_of_all_steps(block_size, moves, used):
         assert len(fast) == len(slow.sequences)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 10), st.integers(1, 20)), min_size=1, max_size=10),
     blocks=st.integers(30, 60),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.arrivals import Arrivals, poisson_arrivals
@@ -46,7 +46,6 @@ def indexes(requests) -> list[int]:
     return [each.id.index for each in requests]
 
 
-@settings(deadline=None)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), max_size=15),
     limits=st.lists(st.integers(0, 4), min_size=1, max_size=5),

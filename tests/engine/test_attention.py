@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -16,6 +16,7 @@ from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles, Un
 from jobrunner.engine.attention.torch_paged import TorchPagedAttention, decode_groups
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach, bytes_per_token
 from jobrunner.engine.runner import Packed, TransformersRunner
+from tests.properties import examples
 
 HEADS, KV_HEADS, KEY_WIDTH, VALUE_WIDTH = 4, 2, 8, 6
 CALL = AttentionCall(KV_HEADS, KEY_WIDTH, VALUE_WIDTH)
@@ -114,7 +115,7 @@ def paged_attention(
     return [torch.cat(part) for part in parts]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 25), st.integers(1, 12)), min_size=1, max_size=5),
     block_size=st.integers(1, 5),

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from jobrunner.engine.attention import numba_paged
@@ -25,6 +25,7 @@ from jobrunner.engine.attention.pair_kernels import PairKernels
 from jobrunner.engine.attention.pair_tiles import multiplies_pairs
 from jobrunner.engine.attention.threads import torch_threads
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach
+from tests.properties import examples
 
 CPU = torch.device("cpu")
 # relative to the largest value
@@ -168,9 +169,7 @@ def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert float(error) < TOLERANCE[actual.dtype]
 
 
-some_settings = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+some_settings = examples(40, suppress_health_check=[HealthCheck.too_slow])
 
 
 @some_settings

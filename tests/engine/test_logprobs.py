@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.logprobs import look, read
 from jobrunner.records import TokenLogprob
+from tests.properties import examples
 
 
 def token_logprobs(
@@ -21,7 +22,7 @@ def token_logprobs(
     return read([some.to_host() for some in looked], len(tokens))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     logits=st.lists(
         st.sampled_from([-math.inf, -8.0, -1.5, -0.0, 0.0, 0.125, 3.0]) | st.floats(-50, 50),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.order import (
@@ -57,7 +57,6 @@ rows_strategy = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(name=st.sampled_from(NAMES), rows=rows_strategy, choices=st.lists(st.integers(0, 99)))
 def test_everybody_comes_up_once_whoever_else_is_removed(name, rows, choices):
     order = made(name)
@@ -80,7 +79,6 @@ def test_everybody_comes_up_once_whoever_else_is_removed(name, rows, choices):
     assert sorted(drained(order)) == sorted(waiting)
 
 
-@settings(deadline=None)
 @given(rows=rows_strategy)
 def test_longest_and_shortest_go_by_all_tokens_and_equal_ones_by_the_input(rows):
     work = [len(prompt) + output for prompt, output in rows]
@@ -110,7 +108,6 @@ def test_input_order_is_that_of_arrival():
     assert drained(order) == [3, 1, 2]
 
 
-@settings(deadline=None)
 @given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), max_size=25))
 def test_rows_of_one_prefix_stand_together_at_every_depth(prompts):
     order = PrefixOrder(BLOCK)
@@ -223,7 +220,6 @@ def test_a_line_forgets_whom_it_lost():
     assert len(line._queue) + len(line._heap) < 100
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-1, 6), max_size=200), st.randoms(use_true_random=False))
 def test_a_line_is_sorted_whoever_comes_and_goes(keys, chance):
     # -1 removes one of those who are there

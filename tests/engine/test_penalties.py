@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -11,8 +11,9 @@ from jobrunner.engine.draws import Draw, Occurrences, occurrences
 from jobrunner.engine.penalties import forbid_ends, penalise
 from jobrunner.records import Sampling
 from tests.engine.test_sampler import sample
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=100, deadline=None)
+SETTINGS = examples(100)
 VOCABULARY = 12
 tokens_strategy = st.lists(st.integers(0, VOCABULARY - 1), max_size=20)
 logit_rows = st.lists(

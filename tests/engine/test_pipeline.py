@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
@@ -21,8 +21,9 @@ from jobrunner.engine.swap import HostBlocks
 from jobrunner.engine.tuning import Tuning
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeDevice, FakeRequests, LetterText, StillClock
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=120, deadline=None)
+SETTINGS = examples(120)
 
 
 class SlowScheduler(Scheduler):

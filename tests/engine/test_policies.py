@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
@@ -25,6 +25,7 @@ from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.engine.waiting import Waiting
 from jobrunner.records import Completion, Request, RowId, Sampling
 from tests.fakes import LetterText
+from tests.properties import examples
 
 SLOTS = 4
 DELAY_S = 3.0
@@ -137,7 +138,7 @@ def reference(name: str, rows: list[tuple[int, int]], preferred: int) -> dict[in
     return ended
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     name=st.sampled_from(POLICIES),
     rows=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), min_size=1, max_size=14),
@@ -153,7 +154,7 @@ def test_rows_join_and_leave_as_the_definition_of_the_policy_says(name, rows, pr
     assert bench.ended == reference(name, rows, preferred)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     name=st.sampled_from(POLICIES),
     rows=st.lists(
@@ -172,7 +173,7 @@ def test_every_row_ends_under_every_policy_with_little_memory(name, rows, blocks
     assert all(done.error is None for done in bench.completions.values())
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(lengths=st.lists(st.integers(1, 9), min_size=SLOTS, max_size=SLOTS))
 def test_a_static_batch_lasts_as_long_as_its_longest_row(lengths):
     bench = Bench(Static())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine import prediction
@@ -17,6 +17,7 @@ from jobrunner.engine.sequence import Sequence as Running
 from jobrunner.engine.stopping import Stopping
 from jobrunner.records import Request, RowId, Sampling
 from tests.fakes import LetterText
+from tests.properties import examples
 
 STOP_IDS = frozenset({0})
 
@@ -82,7 +83,7 @@ def slow_remaining(
 lengths = st.lists(st.integers(1, 40), max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     ended=lengths,
     cut=lengths,
@@ -101,7 +102,7 @@ def test_what_remains_is_the_conditional_mean_and_its_margin(
     assert expected - 1e-3 <= found <= expected + 1 + 1e-3 or found == more
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(
     ended=st.lists(st.integers(1, 5000), min_size=1, max_size=8),
     bounds=st.lists(
@@ -116,7 +117,7 @@ def test_a_prediction_keeps_the_bounds_of_its_row(ended, bounds):
         assert max(1, how.min_new_tokens - length) <= remaining <= most
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     ended=lengths,
     cut=lengths,
@@ -281,7 +282,7 @@ def slow_class_survivals(
     return alive
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     ended=st.lists(
         st.tuples(st.sampled_from([1, 2, 3, 4, 7, 8]), st.integers(1, 40)), min_size=1, max_size=30

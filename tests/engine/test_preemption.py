@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
@@ -16,6 +16,7 @@ from jobrunner.engine.strategies import make_scheduler
 from jobrunner.engine.swap import HostBlocks
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
 from tests.fakes import FakeRequests, LetterText
+from tests.properties import examples
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def slow_victim(
     return max((each for each in left if shared(each) == fewest), key=lambda each: each.admission)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     rows=st.lists(
         st.tuples(
@@ -237,7 +238,7 @@ def test_a_protected_band_does_not_give_way_to_a_higher_one():
     assert list(finished(steps)) == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     high=st.lists(st.integers(1, 6), min_size=10, max_size=60),
     low=st.integers(1, 3),
@@ -260,7 +261,7 @@ def test_a_row_gives_way_to_higher_bands_only_so_often(high, low, batch, host):
     assert all(list(done[each.id.index].tokens) == bench.runner.alone(each) for each in rows)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 30), st.integers(0, 3), st.integers(1, 25)),

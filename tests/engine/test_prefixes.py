@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
@@ -16,9 +16,10 @@ from jobrunner.engine.policies import Continuous, Policy, Static
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.records import Completion, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
+from tests.properties import examples
 
 BLOCK = 16
-SETTINGS = settings(max_examples=100, deadline=None)
+SETTINGS = examples(100)
 
 
 def request(index: int, prompt: Sequence[int], output_tokens: int = 4, **more) -> Request:
@@ -198,7 +199,7 @@ def test_every_sample_gets_its_tokens_however_prefixes_memory_and_slots_fall(
         assert list(completion.tokens) == bench.runner.alone(completion.request)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     rows=rows_strategy,
     priorities=st.lists(st.integers(0, 2), min_size=10, max_size=10),

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.repetition import Repetition
+from tests.properties import examples
 
 
 def repeats(tokens: Sequence[int], length: int) -> bool:
@@ -25,7 +26,7 @@ def shown(tokens: Sequence[int], length: int) -> list[bool]:
     return [repetition.after(token) for token in tokens]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     pieces=st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(1, 8)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.running import Running
@@ -13,6 +13,7 @@ from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Stopping
 from jobrunner.records import Request, RowId, Sampling
 from tests.fakes import LetterText
+from tests.properties import examples
 
 BLOCK_SIZE = 4
 
@@ -103,7 +104,7 @@ class World:
         assert reference.sequence.blocks == reference.blocks
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_columns_say_what_the_sequences_would(data):
     world = World()
@@ -142,7 +143,6 @@ def test_many_sequences_keep_their_own_columns():
     assert len(world.running) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.data())
 def test_slots_of_a_plan_are_found_after_others_left_and_came(count, data):
     world = World()

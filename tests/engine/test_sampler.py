@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -21,6 +21,7 @@ from transformers import (
 from jobrunner.engine.draws import Draw, Occurrences
 from jobrunner.engine.sampler import likeliest, sample_on_device, uniform, weights
 from jobrunner.records import Sampling
+from tests.properties import examples
 
 GREEDY = Sampling(1)
 
@@ -191,7 +192,7 @@ def test_greedy_rows_without_rules_cost_one_argmax():
     assert operations.names == ["aten::argmax"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     logits=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
     temperature=st.floats(0.2, 3),
@@ -247,7 +248,7 @@ def test_the_tightest_cut_is_greedy(rule):
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     logits=st.lists(st.integers(-40, 40), min_size=1, max_size=40, unique=True),
     temperature=st.floats(0.2, 3),
@@ -274,7 +275,6 @@ def test_the_smallest_temperature_draws_a_token_that_exists():
     special=st.sampled_from([None, math.nan, math.inf, -math.inf]),
     levels=st.sampled_from([1, 2, 5, 1000]),
 )
-@settings(deadline=None)
 def test_the_likeliest_is_the_first_maximum_in_float32(width, dtype, seed, special, levels):
     generator = torch.Generator().manual_seed(seed)
     # few levels: many logits are equal

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.blocks import Blocks
@@ -15,8 +15,9 @@ from jobrunner.engine.plan import Drawn, Plan
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = examples(150)
 
 
 def request(index: int, prompt: Sequence[int], max_new_tokens: int = 5, **more) -> Request:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
@@ -35,8 +35,9 @@ from tests.engine.test_pipeline import (
 )
 from tests.engine.test_transformers import generate, greedy, open_tiny, random_prompts
 from tests.fakes import FakeDevice, FakeRequests, Launch
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = examples(150)
 # what nobody would have written
 _SPOILT = -7
 

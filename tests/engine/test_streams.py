@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +35,7 @@ from jobrunner.records import Request, RowId, Step
 from tests.engine.fake_streams import FakeStreams, Place, fake_streams, waited_for
 from tests.engine.test_transformers import MIXED, generate, greedy, open_tiny, random_prompts, serve
 from tests.fakes import FakeRequests
+from tests.properties import examples
 
 __all__ = ["fake_streams"]
 
@@ -278,7 +279,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(moves=moves)
 def test_any_copies_and_steps_are_in_order(moves: list[Any]):
     streams = FakeStreams()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.block_pool import BlockPool, shared_runs
 from jobrunner.engine.kv import AttentionCall, KvPool, runs
 from jobrunner.engine.swap import HostBlocks
 from tests.engine.memory_bench import MemoryBench, finished, preemptions, request
+from tests.properties import examples
 
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = examples(150)
 STOP_IDS = frozenset({0})
 
 rows = st.lists(

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.attention.hook import AttentionOptions, Piece, Singles
@@ -21,6 +21,7 @@ from jobrunner.engine.attention.triton_tiles import decode_splits, decode_tiles
 from jobrunner.engine.block_pool import BlockPool
 from jobrunner.engine.kv import EVERYTHING, AttentionCall, KvPool, Reach
 from jobrunner.records import Request, RowId, Sampling
+from tests.properties import examples
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
@@ -32,7 +33,7 @@ from tests.engine import test_transformers as engines  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CALM = settings(max_examples=12, deadline=None)
+CALM = examples(12)
 
 # the oldest interpreters read numbers in a way that this numpy no longer has
 old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
@@ -177,7 +178,7 @@ def test_scores_that_overflow_an_exponential_are_capped():
     torch.testing.assert_close(out_BHW[0, 0], pool.values[0][0, 0].mean(0), atol=1e-5, rtol=1e-5)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     heads=st.integers(1, 5),
     key_width=st.sampled_from([8, 20]),

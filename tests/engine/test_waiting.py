@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.engine.sequence import Sequence
@@ -13,6 +13,7 @@ from jobrunner.engine.stopping import Stopping
 from jobrunner.engine.waiting import Waiting
 from jobrunner.records import Request, RowId, Sampling
 from tests.fakes import LetterText
+from tests.properties import examples
 
 LIMIT_S = 10.0
 
@@ -72,7 +73,7 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(operations=operations, limit_s=st.sampled_from([3.0, 12.0, 1000.0]))
 def test_the_next_one_is_whom_a_sorted_list_names(operations, limit_s):
     waiting, plain = Waiting(starvation_limit_s=limit_s), ListWaiting(limit_s)

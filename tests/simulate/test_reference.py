@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
@@ -16,6 +16,7 @@ from jobrunner.engine.scheduler import Limits
 from jobrunner.simulate.cost import StepCost
 from jobrunner.simulate.trace import TraceRow
 from jobrunner.simulate.virtual import Machine, simulate
+from tests.properties import examples
 
 PREFERRED, DELAY_S = 2, 2.5
 POLICIES = {
@@ -117,7 +118,7 @@ def simulated(rows: list[TraceRow], name: str, slots: int, budget: int, chunk: i
     return seen
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=14),
@@ -145,7 +146,7 @@ def test_every_step_is_the_one_that_the_definition_says(
     assert found.ended_s == pytest.approx(expected.ended_s)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     slots=st.integers(1, 12),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jobrunner.config import BatchingTable
@@ -17,6 +17,7 @@ from jobrunner.simulate.timeline import Timeline, text
 from jobrunner.simulate.trace import TraceRow
 from jobrunner.simulate.virtual import Machine, Moment, simulate
 from jobrunner.simulate.window import Middle, Window
+from tests.properties import examples
 
 SECOND = StepCost(step_s=1.0)
 FIXED = Automatic()
@@ -265,7 +266,7 @@ POLICIES = st.sampled_from(
 EVERYTHING = StepCost(0.5, 0.01, 0.02, 0.001, 0.1, 0.25)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=LENGTHS,
     gaps=st.lists(st.sampled_from([0.0, 0.3, 7.0]), min_size=25, max_size=25),
@@ -302,7 +303,7 @@ def test_every_row_is_done_once_and_time_is_the_sum_of_what_was_computed(
         assert step.step_s >= least_s - 1e-9
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     lengths=LENGTHS,
     slots=st.integers(1, 6),
