@@ -128,7 +128,7 @@ class Engine:
         while True:
             started = self._clock()
             complete = self._top_up(requests, started)
-            if scheduler.running or scheduler.waiting or self._flights:
+            if scheduler.busy or self._flights:
                 step = self._step(complete, started, last_call=requests.exhausted)
                 yield step
                 if step.tokens_computed or step.completions:

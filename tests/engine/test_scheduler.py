@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jobrunner.engine.blocks import Blocks
 from jobrunner.engine.engine import Engine
 from jobrunner.engine.plan import Drawn, Plan
+from jobrunner.engine.policies import Policy, Static
 from jobrunner.engine.scheduler import Limits, Scheduler
 from jobrunner.records import Completion, Partial, Request, RowId, Sampling, Step
 from tests.fakes import FakeClock, FakeRequests, FakeRunner, LetterText
@@ -40,6 +41,7 @@ class Bench:
         lookahead: int = 8,
         prefix_cache: bool = True,
         output_length=None,
+        policy: Policy | None = None,
     ) -> None:
         self.limits = Limits(batch, budget, chunk, lookahead)
         self.runner = FakeRunner(block_size, output_length=output_length)
@@ -47,6 +49,7 @@ class Bench:
             Blocks(blocks, block_size, prefix_cache),
             self.limits,
             lambda: LetterText(lambda token: f"{token} "),
+            policy=policy,
         )
         self.plans: list[Plan] = []
         self.engine = Engine(self.scheduler, self, clock=FakeClock())
@@ -176,6 +179,16 @@ def test_who_is_withdrawn_never_ran_and_all_others_end_with_their_tokens(rows, a
     for each in requests:
         completion = done[each.id.index]
         assert completion.error or list(completion.tokens) == bench.runner.alone(each)
+
+
+def test_a_batch_ends_though_all_that_it_waits_for_are_withdrawn():
+    bench = Bench(batch=2, budget=4, chunk=4, policy=Static())
+    run = bench.engine.run(FakeRequests([request(0, [1] * 4, 1), request(1, [2] * 4, 1)]))
+    # the first is done, and its batch goes on with the other one, for which there was no token left
+    assert not next(run).completions
+    assert [each.id.index for each in bench.engine.withdraw()] == [1]
+    bench.scheduler.check()
+    assert [done.id.index for step in run for done in step.completions] == [0]
 
 
 @SETTINGS
