@@ -35,8 +35,8 @@ ROWS = {SHARD: 5}
 class Worker:
     """A worker's ledger with what it stands on; time passes only where a test says so."""
 
-    def __init__(self, root, token="aa", spans=SPANS, rows=ROWS):
-        self.identity = replace(Identity.of_this_process("cpu"), token=token)
+    def __init__(self, root, token="aa", spans=SPANS, rows=ROWS, **identity):
+        self.identity = replace(Identity.of_this_process("cpu"), token=token, **identity)
         self.run = RunDirectory(root, self.identity.worker)
         self.run.create()
         self.claims = Claims(self.run.claims, self.run.temporary, self.identity)
