@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterator
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, takewhile
 from typing import Any, Literal, Protocol
 
 from jobrunner.engine.sequence import Sequence
@@ -18,6 +20,8 @@ _MOST_DEAD = 64
 _LONG = 3.0
 # mean prompts
 _MOST_AHEAD = 4.0
+# of the last rows, that go before those who are left are ranked anew
+_FEWEST_RANKED = 16
 
 # key, number, whose it is
 _Entry = tuple[Any, int, Sequence]
@@ -27,6 +31,9 @@ class Predictor(Protocol):
     """Expects how many tokens a request will generate."""
 
     def expect(self, request: Request) -> float: ...
+
+    def longest(self, request: Request) -> float:
+        """Return how many only few of such requests get beyond."""
 
 
 class Order(Protocol):
@@ -42,6 +49,9 @@ class Order(Protocol):
         """Return who is next, without removing it; None if nobody is there."""
 
     def remove(self, sequence: Sequence) -> None: ...
+
+    def last(self) -> Order:
+        """Return the order of those who are there, for when nobody else is known to come."""
 
 
 class Line:
@@ -117,6 +127,9 @@ class Sorted:
     def remove(self, sequence: Sequence) -> None:
         self._line.remove(sequence)
 
+    def last(self) -> Order:
+        return self
+
 
 class InputOrder(Sorted):
     """Who comes first starts first."""
@@ -168,9 +181,15 @@ class PrefixOrder:
         (self._ahead if sequence in self._ahead else self._behind).remove(sequence)
         self._branches.leave(gone)
 
+    def last(self) -> Order:
+        return self
+
     def _digests(self, sequence: Sequence) -> list[bytes]:
-        count = min(_MOST_BLOCKS, sequence.prompt_length // self._block_size)
-        return sequence.chain(count, self._block_size)
+        return _digests(sequence, self._block_size)
+
+
+def _digests(sequence: Sequence, block_size: int) -> list[bytes]:
+    return sequence.chain(min(_MOST_BLOCKS, sequence.prompt_length // block_size), block_size)
 
 
 class _Branches:
@@ -222,10 +241,12 @@ class AutoOrder:
     3. On each side equal prefixes stand together (`PrefixOrder`), so that what they share is
        computed, and not yet forgotten, when they start.
 
-    Where all rows look alike, only the third makes a difference.
+    Where all rows look alike, only the third makes a difference. When nobody else comes, those who
+    may get long go first (`LastOrder`).
     """
 
     def __init__(self, block_size: int, chunk_size: int, predictor: Predictor) -> None:
+        self._block_size = block_size
         self._chunk_size = chunk_size
         self._predictor = predictor
         self._long = Line()
@@ -285,14 +306,85 @@ class AutoOrder:
         most = _MOST_AHEAD * self._prompts / self._rows
         self._prompts_ahead = max(-most, min(most, ahead))
 
+    def last(self) -> Order:
+        return LastOrder(self, self._block_size, self._predictor)
+
     def _output(self, sequence: Sequence) -> float:
         return max(1.0, self._predictor.expect(sequence.request))
+
+
+class LastOrder:
+    """Those who may get longest start first, equal prefixes together.
+
+    While slots run empty, the job lasts as long as its longest row. So rows go by the mean and a
+    length that few of their kind get beyond; while few of a kind are known, only the mean tells
+    them from others. Rows of one prefix go by the longest of them, and among themselves likewise.
+    What has been learnt meanwhile counts when a quarter has gone.
+    """
+
+    def __init__(
+        self, sequences: Iterable[Sequence], block_size: int, predictor: Predictor
+    ) -> None:
+        self._block_size = block_size
+        self._predictor = predictor
+        # blocks of the row that started last: who has them too goes on
+        self._started: list[bytes] = []
+        self._rank(list(sequences))
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._line)
+
+    def add(self, sequence: Sequence) -> None:
+        digests = _digests(sequence, self._block_size)
+        shared = takewhile(lambda digest: digest in self._shared, digests)
+        own = -self._length(sequence), self._came
+        self._came += 1
+        self._line.add(sequence, (*(self._shared[digest] for digest in shared), own))
+
+    def first(self) -> Sequence | None:
+        return self._line.first()
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence is self._line.first():
+            self._started = _digests(sequence, self._block_size)
+        self._line.remove(sequence)
+        self._until_ranked -= 1
+        if self._until_ranked == 0:
+            self._rank(list(self._line))
+
+    def last(self) -> Order:
+        return self
+
+    def _length(self, sequence: Sequence) -> float:
+        request = sequence.request
+        return self._predictor.expect(request) + self._predictor.longest(request)
+
+    def _rank(self, rows: list[Sequence]) -> None:
+        chains = [_digests(sequence, self._block_size) for sequence in rows]
+        holders = Counter(chain.from_iterable([self._started, *chains]))
+        # where the rows of each shared block stand among those that have all before it in common
+        self._shared = dict.fromkeys(self._started, (-math.inf, -1))
+        for place, (sequence, digests) in enumerate(zip(rows, chains, strict=True)):
+            longest = -self._length(sequence)
+            for digest in takewhile(lambda digest: holders[digest] > 1, digests):
+                most, first = self._shared.get(digest, (longest, place))
+                self._shared[digest] = min(most, longest), first
+        self._line, self._came = Line(), 0
+        self._until_ranked = max(_FEWEST_RANKED, len(rows) // 4)
+        for sequence in rows:
+            self.add(sequence)
 
 
 class MostTokens:
     """Expects that every text gets as long as it may."""
 
     def expect(self, request: Request) -> float:
+        return request.sampling.max_new_tokens
+
+    def longest(self, request: Request) -> float:
         return request.sampling.max_new_tokens
 
 

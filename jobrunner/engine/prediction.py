@@ -7,6 +7,10 @@ and nothing of what would have followed. So the short rows that finish first do 
 How long an answer gets often goes with how long the prompt is, if only because both tell of the
 task. So there is a survival for each power of two of the prompt length; while few rows of such a
 length have been seen it is mostly that of all rows.
+
+A limit is not a guess: rows that may have 100,000 tokens have a few hundred, most of them. Where
+nothing is known no row is expected beyond a usual length, or several times of what some row has
+come to, whether that one ended or runs.
 """
 
 from __future__ import annotations
@@ -32,6 +36,12 @@ _MEMORY_ROWS = 8192
 _CLASSES = 22
 # rows of all lengths that count for those of a class until it has rows enough itself
 _BORROWED_ROWS = 16.0
+# where nothing is known: tokens that rows are expected to get to at most, while none came near
+_USUAL_MOST = 1024
+# or so many times what is known
+_FURTHER = 16
+# the share of rows that is not longer than `longest`
+_FEW_ARE_LONGER = 1 - 1 / 32
 # tables are made anew for an eighth more rows, at the latest for so many
 _MOST_STALE_ROWS = 128
 
@@ -40,7 +50,7 @@ class LengthPredictor:
     """Expects the length E[min(L, most) | L > tokens so far], and some more.
 
     `margin` is the share of the standard deviation that is added. Where nothing is known a row
-    is expected to run into its limit.
+    is expected to run into its limit, if that is a usual one.
     """
 
     def __init__(self, margin: float = 0.1) -> None:
@@ -53,6 +63,8 @@ class LengthPredictor:
         self._ended = np.zeros(shape)
         self._cut = np.zeros(shape)
         self._running = np.zeros(shape)
+        # no row has been seen beyond so many tokens
+        self._known_to = 1
         self._rows = 0.0
         self._stale = 0
         self._expected: dict[tuple[int, int, int], int] = {}
@@ -76,7 +88,8 @@ class LengthPredictor:
         """`remaining` for classes and output lengths with their bounds, all `[n]`."""
         lengths = np.minimum(lengths, most - 1)
         survival, area, moment = self._at(classes, lengths)
-        _, area_most, moment_most = self._at(classes, most)
+        farthest = self._farthest(lengths, most)
+        _, area_most, moment_most = self._at(classes, farthest)
         known = survival > 0
         per_row = np.divide(1.0, survival, out=np.zeros_like(survival), where=known)
         area = area_most - area
@@ -85,8 +98,11 @@ class LengthPredictor:
         square = (2 * (moment_most - moment) + (1 - 2 * lengths) * area) * per_row
         deviation = np.sqrt(np.maximum(0.0, square - mean**2))
         remaining = np.ceil(mean + self._margin * deviation - 1e-6)
-        remaining = np.where(known, remaining, most)
-        return np.clip(remaining, np.maximum(1, least - lengths), most - lengths).astype(np.int64)
+        remaining = np.where(known, remaining, farthest - lengths)
+        whole: Numbers = np.clip(remaining, np.maximum(1, least - lengths), most - lengths).astype(
+            np.int64
+        )
+        return whole
 
     def remaining_of_sequences(self, sequences: Seq[Sequence]) -> Numbers:
         """`remaining` of each sequence, `[n]`."""
@@ -96,16 +112,27 @@ class LengthPredictor:
         least, most = bounds.reshape(-1, 2).T
         return self._remaining_of_many(_classes(prompts), lengths, least, most)
 
+    def longest(self, request: Request) -> int:
+        """The final output length that one in 32 of such requests gets beyond."""
+        prompt_class, length = _class(len(request.prompt)), len(request.output)
+        bounds = length_bounds(request.sampling)
+        return length + self._drawn(prompt_class, length, bounds, _FEW_ARE_LONGER)
+
     def draw_remaining(self, sequence: Sequence) -> int:
         """How many more tokens one of the lengths that are still possible would bring.
 
         Over many rows, whose places are evenly spread, these are distributed as the true ones.
-        Beyond what is known every order of magnitude up to the limit is as likely as another.
+        Beyond what is known every order of magnitude up to the farthest is as likely as another.
         """
-        least, most = sequence.length_bounds
-        length = min(sequence.output_length, most - 1)
-        ended_by = self._ended_by[_class(sequence.prompt_length)]
-        wanted = self._survival_at(ended_by, length) * (1.0 - sequence.place)
+        prompt_class, length = _class(sequence.prompt_length), sequence.output_length
+        return self._drawn(prompt_class, length, sequence.length_bounds, sequence.place)
+
+    def _drawn(self, prompt_class: int, length: int, bounds: tuple[int, int], place: float) -> int:
+        """What remains up to the length that a share of `place` of such rows does not outlive."""
+        least, most = bounds
+        length = min(length, most - 1)
+        ended_by = self._ended_by[prompt_class]
+        wanted = self._survival_at(ended_by, length) * (1.0 - place)
         knot = bisect_right(ended_by, -wanted)
         if wanted > 0 and knot < len(ended_by):
             before, after = -ended_by[knot - 1], -ended_by[knot]
@@ -113,9 +140,9 @@ class LengthPredictor:
             total = first + (before - wanted) / (before - after) * (last - first)
         else:
             unknown = -ended_by[-1]
-            share = 1.0 - wanted / unknown if unknown else sequence.place
+            share = 1.0 - wanted / unknown if unknown else place
             first = min(max(length, self._known_to), most)
-            total = first * (most / first) ** share
+            total = first * (min(most, max(_USUAL_MOST, _FURTHER * first)) / first) ** share
         return max(1, least - length, min(math.floor(total) + 1, most) - length)
 
     def draw_remaining_of_many(
@@ -134,7 +161,8 @@ class LengthPredictor:
         beyond = self._survival[classes, -1]
         share = np.where(known | (beyond == 0), share, 1.0 - wanted / np.where(beyond, beyond, 1.0))
         unknown = np.minimum(np.maximum(lengths, self._known_to), most)
-        total = np.where(known, first + share * (last - first), unknown * (most / unknown) ** share)
+        guess = unknown * (self._farthest(lengths, most) / unknown) ** share
+        total = np.where(known, first + share * (last - first), guess)
         left = np.clip(
             np.floor(total) + 1 - lengths, np.maximum(1, least - lengths), most - lengths
         )
@@ -161,6 +189,14 @@ class LengthPredictor:
         cells = _classes(prompts[begun]) * bins + places
         counts = np.bincount(cells, minlength=_CLASSES * bins)
         self._running = counts.reshape(_CLASSES, bins).astype(np.float64)
+        if len(places):
+            self._known_to = max(self._known_to, int(self._knots[places.max() + 1]))
+
+    def _farthest(self, lengths: Numbers, most: Numbers) -> Numbers:
+        """What rows that have come so far get to at most, as long as no row is known that did."""
+        further = _FURTHER * np.maximum(lengths, self._known_to)
+        farthest: Numbers = np.minimum(most, np.maximum(_USUAL_MOST, further))
+        return farthest
 
     def _remaining(self, prompt_class: int, length: int, bounds: tuple[int, int]) -> int:
         key = (prompt_class, *bounds)
@@ -208,7 +244,6 @@ class LengthPredictor:
         self._survival, _ = _survival(
             self._ended + borrowed, beyond, _BORROWED_ROWS * float(all_rows[-1])
         )
-        # beyond it no row has been seen
         self._known_to = max(1, int(self._knots[np.count_nonzero(reached)]))
         # for single rows lists are faster; searched in rising order
         self._ended_by: list[list[float]] = (-self._survival).tolist()

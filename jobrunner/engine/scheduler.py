@@ -257,6 +257,7 @@ class Scheduler:
         self, budget: int, now: float, completions: list[Completion], last_call: bool
     ) -> None:
         """Let in whoever may join, as long as there is budget."""
+        self._waiting.expect_more(not last_call)
         self._slots = self._batch_size.next(
             most=self.limits.max_batch_size, waiting=len(self._waiting), occupied=self._occupied
         )

@@ -69,6 +69,10 @@ class Waiting:
         else:
             self._bands.add(sequence)
 
+    def expect_more(self, more: bool) -> None:
+        """Take note of whether others are known to come: the order of the last is another."""
+        self._bands.expect_more(more)
+
     def give_back(self, sequence: Sequence, *, swapped: bool = False) -> None:
         """Queue a sequence that had to leave its slot, in the order of admission.
 
@@ -147,12 +151,26 @@ class _Bands:
 
     def __init__(self, new_order: Callable[[], Order]) -> None:
         self._new_order = new_order
+        self._more = True
         self._orders: dict[int, Order] = {}
         self._priorities: list[int] = []
 
     def __iter__(self) -> Iterator[Sequence]:
         for order in self._orders.values():
             yield from order
+
+    def expect_more(self, more: bool) -> None:
+        if more == self._more:
+            return
+        self._more = more
+        for priority, order in self._orders.items():
+            self._orders[priority] = self._begun_anew(order) if more else order.last()
+
+    def _begun_anew(self, order: Order) -> Order:
+        new = self._new_order()
+        for sequence in order:
+            new.add(sequence)
+        return new
 
     def add(self, sequence: Sequence) -> None:
         priority = sequence.request.priority

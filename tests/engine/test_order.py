@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jobrunner.engine.order import (
     AutoOrder,
     InputOrder,
+    LastOrder,
     Line,
     MostTokens,
     Order,
@@ -168,6 +169,9 @@ def test_auto_with_nothing_known_takes_no_row_for_long():
         def expect(self, request: Request) -> float:
             return 256.0
 
+        def longest(self, request: Request) -> float:
+            return 256.0
+
     order = AutoOrder(BLOCK, 8, Same())
     plain = PrefixOrder(BLOCK)
     for index in range(20):
@@ -194,6 +198,9 @@ def test_auto_goes_on_mixing_when_the_expected_output_changes():
         def expect(self, request: Request) -> float:
             return self.expected
 
+        def longest(self, request: Request) -> float:
+            return self.expected
+
     predictor = Learning()
     order = AutoOrder(BLOCK, 8, predictor)
     for index in range(40):
@@ -203,9 +210,69 @@ def test_auto_goes_on_mixing_when_the_expected_output_changes():
     assert max(abs(sum(taken[:place]) - place / 2) for place in range(41)) <= 3
 
 
+class ByPrompt:
+    """Expects the same of all, and knows from the prompt which may get long."""
+
+    def expect(self, request: Request) -> float:
+        return 10.0
+
+    def longest(self, request: Request) -> float:
+        return request.prompt[-1]
+
+
+def test_of_the_last_those_who_may_get_long_go_first():
+    order = made("auto", ByPrompt())
+    for index, longest in enumerate([5, 90, 5, 40, 90, 7]):
+        order.add(row(index, [longest]))
+    last = order.last()
+    assert drained(last) == [1, 4, 3, 5, 0, 2]
+
+
+def test_who_comes_to_the_last_after_all_stands_among_them():
+    order = made("auto", ByPrompt())
+    for index, longest in enumerate([5, 90]):
+        order.add(row(index, [longest]))
+    last = order.last()
+    last.add(row(2, [40]))
+    assert drained(last) == [1, 2, 0]
+
+
+@settings(deadline=None)
+@given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), max_size=25))
+def test_rows_of_one_prefix_stand_together_among_the_last_the_longest_first(prompts):
+    rows = [row(index, prompt, 1 + (7 * index) % 5) for index, prompt in enumerate(prompts)]
+    last = LastOrder(rows, BLOCK, MostTokens())
+    walk = drained(last)
+    assert sorted(walk) == list(range(len(prompts)))
+    for depth in (0, 1, 2, 3):
+        stem = depth * BLOCK
+        groups = [tuple(prompts[i][:stem]) for i in walk if len(prompts[i]) >= stem]
+        changes = sum(one != other for one, other in pairwise(groups))
+        assert changes == max(0, len(set(groups)) - 1)
+        for group in set(groups):
+            inside = [i for i in walk if tuple(prompts[i][:stem]) == group]
+            # of those who have no more in common with others, and of the others by their longest
+            longest: dict[tuple[int, ...], int] = {}
+            for i in inside:
+                further = tuple(prompts[i][: stem + BLOCK])
+                branch = further if len(further) == stem + BLOCK else (*further, -1 - i)
+                output = rows[i].request.sampling.max_new_tokens
+                longest[branch] = max(longest.get(branch, 0), output)
+            assert list(longest.values()) == sorted(longest.values(), reverse=True)
+
+
+@pytest.mark.parametrize("name", ["input", "longest", "shortest", "prefix"])
+def test_an_order_that_was_asked_for_holds_to_the_last(name):
+    order = made(name)
+    for index, output in enumerate([3, 9, 1]):
+        order.add(row(index, output=output))
+    assert order.last() is order
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_order_without_rows_has_no_first(name):
     assert made(name).first() is None
+    assert made(name).last().first() is None
 
 
 def test_a_line_forgets_whom_it_lost():

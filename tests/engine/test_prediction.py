@@ -174,14 +174,55 @@ def test_drawn_lengths_are_distributed_as_those_that_were_seen():
 
 def test_before_anything_is_known_all_orders_of_magnitude_are_drawn_alike():
     predictor = LengthPredictor()
-    drawn = [predictor.draw_remaining(sequence(0, sampling(10_000), row)) for row in range(1000)]
-    for edge, share in ((10, 0.25), (100, 0.5), (1000, 0.75)):
+    drawn = [predictor.draw_remaining(sequence(0, sampling(1000), row)) for row in range(1000)]
+    for edge, share in ((10, 1 / 3), (100, 2 / 3)):
         assert sum(length <= edge for length in drawn) / 1000 == pytest.approx(share, abs=0.02)
 
 
 def test_before_anything_is_known_a_row_takes_its_limit():
     assert LengthPredictor().expect(Request(RowId("s", 0), [1], sampling(700))) == 700
     assert LengthPredictor().remaining(sequence(30, sampling(700))) == 670
+
+
+@pytest.mark.parametrize("ended", [[], [20] * 5])
+def test_a_huge_limit_says_no_more_than_a_usual_one(ended: list[int]):
+    known = taught(ended, running=[20] * 95)
+    usual, huge = (
+        [known.draw_remaining(sequence(0, sampling(most), row)) for row in range(1000)]
+        for most in (1024, 100_000)
+    )
+    assert huge == usual
+    assert known.expect(Request(RowId("s", 0), [1], sampling(100_000))) <= 1024
+
+
+@pytest.mark.parametrize("how_far", [[5000], [5000, 20, 30]])
+def test_rows_that_ran_far_raise_what_others_are_expected_to_become(how_far: list[int]):
+    predictor = LengthPredictor()
+    predictor.observe_running(np.ones(len(how_far)), np.array(how_far))
+    drawn = [predictor.draw_remaining(sequence(0, sampling(100_000), row)) for row in range(100)]
+    assert max(drawn) > 20_000
+    # and the row itself is not about to end
+    assert predictor.remaining(sequence(5000, sampling(100_000))) > 20_000
+
+
+def test_a_least_length_beyond_the_usual_ones_is_kept():
+    how = sampling(100_000, least=30_000)
+    assert LengthPredictor().remaining(sequence(0, how)) == 30_000
+    assert LengthPredictor().draw_remaining(sequence(0, how)) == 30_000
+
+
+def test_one_row_in_32_gets_beyond_the_longest():
+    draw = random.Random(3)
+    seen = [max(1, round(draw.lognormvariate(4.5, 1.0))) for _ in range(3200)]
+    longest = taught(seen).longest(Request(RowId("s", 0), [1], sampling(9000)))
+    assert longest == pytest.approx(sorted(seen)[3100], rel=0.07)
+
+
+def test_the_longest_keeps_the_bounds_and_the_tokens_of_an_earlier_run():
+    predictor = taught([10] * 100)
+    assert predictor.longest(Request(RowId("s", 0), [1], sampling(7))) == 7
+    assert predictor.longest(Request(RowId("s", 0), [1], sampling(99, stop_ids=frozenset()))) == 99
+    assert predictor.longest(Request(RowId("s", 0), [1], sampling(99), output=[5] * 20)) > 20
 
 
 def test_a_row_that_nothing_can_end_takes_its_limit():

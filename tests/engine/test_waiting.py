@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobrunner.engine.order import order_named
 from jobrunner.engine.sequence import Sequence
 from jobrunner.engine.stopping import Stopping
 from jobrunner.engine.waiting import Waiting
@@ -137,6 +138,33 @@ def test_preempted_rows_return_in_the_order_of_their_admission():
     for admission in (2, 0, 1):
         waiting.give_back(admitted(row(admission), admission))
     assert drained(waiting) == [0, 1, 2]
+
+
+def by_output(index: int, output: int, priority: int = 0) -> Sequence:
+    request = Request(RowId("s", index), [1], Sampling(output), priority=priority)
+    return Sequence(request, Stopping(request.sampling, lambda: LetterText(str)), 0.0)
+
+
+def test_the_last_rows_of_each_band_start_with_those_who_may_get_longest():
+    waiting = Waiting(order_named("auto", block_size=4, chunk_size=8))
+    for index, output in enumerate([10, 12, 11]):
+        waiting.add(by_output(index, output, priority=1))
+    waiting.expect_more(False)
+    waiting.add(by_output(3, 5))
+    waiting.add(by_output(4, 13, priority=1))
+    assert drained(waiting) == [3, 4, 1, 2, 0]
+
+
+def test_rows_stand_as_before_when_others_come_after_all():
+    waiting = Waiting(order_named("auto", block_size=4, chunk_size=8))
+    for index, output in enumerate([10, 12, 11]):
+        waiting.add(by_output(index, output))
+    waiting.expect_more(False)
+    waiting.expect_more(True)
+    waiting.add(by_output(3, 13))
+    waiting.check()
+    # all on one side, as they came
+    assert drained(waiting) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("now", "first"), [(10.0, 1), (10.5, 0)])

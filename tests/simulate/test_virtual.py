@@ -146,6 +146,29 @@ def test_the_longest_of_known_lengths_goes_first():
     assert ends[0] == 0
 
 
+def test_the_last_rows_start_with_those_whose_like_got_long():
+    # prompts of 100 tokens mostly bring 40, others 2; before the end that is learnt
+    rows = [TraceRow(100 if place % 3 else 1, 40 if place % 3 else 2) for place in range(120)]
+    auto, plain = (
+        counted(rows, replace(machine(8, order=order), max_new_tokens=99))
+        for order in ("auto", "input")
+    )
+    assert auto[1].tail_s < plain[1].tail_s / 2
+    assert auto[0].elapsed_s < plain[0].elapsed_s
+
+
+def test_a_huge_limit_lets_as_many_rows_run_as_a_usual_one():
+    rows = [TraceRow(20, 60 + place % 80) for place in range(400)]
+    runs = [
+        [moment.step.running for moment in simulate(rows, replace(of, max_new_tokens=most))]
+        for of in [machine(64, blocks=600, order="auto")]
+        for most in (1000, 100_000)
+    ]
+    usual, huge = runs
+    assert huge[:60] == usual[:60]
+    assert len(huge) <= 1.02 * len(usual)
+
+
 def test_between_the_first_full_batch_and_the_last_admission():
     # slots 2: steps {0,1} {0,2} {0,2} {0,3} {0}: full from the first step to the one 3 joins with
     _, middle, _ = counted(rows_of(5, 1, 2, 1), machine(2))
