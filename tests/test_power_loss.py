@@ -77,7 +77,7 @@ class OneIsEnoughError(InfrastructureError):
 
 def merge_one_shard(world):
     """Run in so little memory that each shard gets an error row, until one of them is finished."""
-    merges, real = itertools.count(), jobs._merge
+    merges, real = itertools.count(), jobs.merge
 
     def merge_once(*arguments):
         if next(merges):
@@ -85,7 +85,7 @@ def merge_one_shard(world):
         return real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, suppress(OneIsEnoughError):
-        patch.setattr(jobs, "_merge", merge_once)
+        patch.setattr(jobs, "merge", merge_once)
         world.live(blocks=FEW_BLOCKS, shards=1)
 
 
