@@ -258,7 +258,7 @@ def test_case_E_stopped_every_few_steps_the_job_finishes_in_one_pass_of_tokens(
     full_world, reference
 ):
     for _ in range(200):
-        summary = full_world.run_and_stop(3)
+        summary = full_world.run_and_stop(6)
         if summary.exit_code == ExitCode.OK:
             break
         assert summary.exit_code == ExitCode.RUN_AGAIN

@@ -23,6 +23,7 @@ from jobrunner.engine.sequence import Sequence as Row
 from jobrunner.engine.stopping import Stopping
 from jobrunner.records import Request, RowId, Sampling
 from tests.fakes import LetterText
+from tests.properties import examples
 
 NAMES = ("auto", "input", "longest", "shortest", "prefix")
 BLOCK = 4
@@ -237,7 +238,7 @@ def test_who_comes_to_the_last_after_all_stands_among_them():
     assert drained(last) == [1, 2, 0]
 
 
-@settings(deadline=None)
+@examples(100)
 @given(prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=14), max_size=25))
 def test_rows_of_one_prefix_stand_together_among_the_last_the_longest_first(prompts):
     rows = [row(index, prompt, 1 + (7 * index) % 5) for index, prompt in enumerate(prompts)]

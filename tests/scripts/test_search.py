@@ -14,7 +14,7 @@ from pathlib import Path
 from hypothesis import given, strategies as st
 from tests.properties import examples
 
-@examples(3)
+@examples(6)
 @given(st.integers())
 def test_numbers(number):
     with open({drawn!r}, "a") as file:
@@ -58,7 +58,7 @@ def test_search_takes_more_examples_and_other_ones(test_file: Path) -> None:
     one, said = drawn_by(test_file, [*command, "1"])
     other, _ = drawn_by(test_file, [*command, "2"])
     assert one != other
-    assert min(len(one), len(other)) == 30
+    assert min(len(one), len(other)) == 60
     assert "1 properties held, of 1 runs in " in said
 
 
