@@ -144,7 +144,7 @@ class _DatasetPlace:
 
     def next_records(self, stop: int) -> Sequence[Record]:
         stop = min(self.row + self._batch_rows, stop)
-        records: Sequence[Record] = [{}] * (stop - self.row)
+        records: Sequence[Record] = [{} for _ in range(stop - self.row)]
         if self._columns:
             records = first_records(self._rows[self.row : stop], self._columns)
         self.row += len(records)
