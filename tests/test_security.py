@@ -220,6 +220,14 @@ BOMBS = {
         ["bad_text=1", "xxxx=1"],
     ),
     "lists of one text": (lambda: lists_of(once("x" * BIG, 64), *[1] * 64), {}, ["xxxx=64"]),
+    "lists of ever the same beginning": (
+        lambda: lists_of(pa.array(["x" * BIG] * 64), *[1] * 64),
+        {
+            "use_dictionary": False,
+            "column_encoding": {"prompt.list.element": "DELTA_BYTE_ARRAY"},
+        },
+        ["refused=1"],
+    ),
     "a list of one number": (
         lambda: lists_of(zeros(ZEROS), ZEROS),
         {},

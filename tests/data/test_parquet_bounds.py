@@ -66,7 +66,9 @@ def test_page_headers_tell_of_every_value(written: Path) -> None:
                 chunk = footer.row_group(group).column(place)
                 size = chunk_size(file, chunk)
                 assert size.values == chunk.num_values
-                assert size.largest <= chunk.total_uncompressed_size <= size.plain + 10**6
+                most = max(chunk.total_uncompressed_size, 16 * size.values)
+                assert size.largest <= most
+                assert chunk.total_uncompressed_size <= size.plain + 10**6
                 assert (size.dictionary > 0) == chunk.has_dictionary_page
                 if size.dictionary and chunk.physical_type == "BYTE_ARRAY":
                     longest = longest_in_dictionary(file, chunk, size)
@@ -125,6 +127,18 @@ def test_a_page_over_the_limit_is_refused_by_name(
     )
     monkeypatch.setattr(bounds, "MOST_TIMES", 1_000)
     assert values_of(look(path, ["prompt"]), "prompt") == ["a", "b", "c" * 6_000]
+
+
+def test_a_dictionary_of_very_many_short_texts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow holds a place and a length for each, four times what the page may."""
+    monkeypatch.setattr(bounds, "PAGE_BYTES", 10_000)
+    monkeypatch.setattr(bounds, "MOST_TIMES", 1)
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": [f"{n:03}" for n in range(1_000)]}), path)
+    with pytest.raises(ConfigError, match=r"that unpacks to 16,000, the limit is"):
+        values_of(look(path, ["prompt"]), "prompt")
 
 
 def test_a_damaged_page_header_is_an_error_of_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jobrunner.data.input.formats.lines import LINE_BYTES
-from jobrunner.data.input.formats.pages import ChunkSize, chunk_size, longest_in_dictionary
+from jobrunner.data.input.formats.pages import (
+    ChunkSize,
+    chunk_size,
+    delta_bytes,
+    longest_in_dictionary,
+)
 from jobrunner.errors import ConfigError
 
 # Arrow holds a page whole: 1 MiB mostly, a few writers make them of 100 MB and more
@@ -90,12 +95,14 @@ def decoding_of(
         where = f"column `{leaf.path}` of row group {group:,} of `{name}`"
         _check_page(where, size)
         of_texts = chunk.physical_type == "BYTE_ARRAY"
+        shared = delta_bytes(file, chunk, footer.schema.column(leaf.place)) if size.deltas else 0
         if leaf.in_lists:
             repeated = _repeated_bytes(file, chunk, size) if of_texts else 0
             if repeated > LISTS_BYTES:
                 as_dictionary.append(leaf.path)
                 repeated = size.dictionary
             decoded = size.plain + size.values * (_PLACE_BYTES if of_texts else leaf.length)
+            decoded += shared
             _check_lists(where, size, decoded)
             lists_bytes += decoded + repeated
         elif of_texts or leaf.length > _NUMBER_BYTES:
