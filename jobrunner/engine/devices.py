@@ -20,6 +20,7 @@ DTYPES = {
 }
 _CPUINFO = Path("/proc/cpuinfo")
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+_TILE_FLAG = "amx_bf16"
 _FP16_FLAGS = frozenset({"avx512_fp16", "amx_fp16", "asimdhp"})
 
 
@@ -69,6 +70,15 @@ def cpu_has_float16(cpuinfo: Path = _CPUINFO) -> bool:
     """Whether float16 is fast on this processor, not merely emulated."""
     supported = bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return supported and not _FP16_FLAGS.isdisjoint(_cpu_flags(cpuinfo))
+
+
+def cpu_multiplies_tiles(cpuinfo: Path = _CPUINFO) -> bool:
+    """Whether the processor multiplies tiles of bfloat16, as no vector instruction can.
+
+    On those that do, Intel's since Sapphire Rapids, products of vectors of pairs are no faster than
+    float32.
+    """
+    return _TILE_FLAG in _cpu_flags(cpuinfo)
 
 
 def is_native(dtype: str, device: str) -> bool:

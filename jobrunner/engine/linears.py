@@ -1,6 +1,7 @@
 """Linear layers whose weights lie as the processor's matrix products read them.
 
-Products are our own where the processor adds two at a time, else oneDNN's. Knows no families.
+Products are our own where the processor adds two at a time and multiplies no tiles, else oneDNN's.
+Knows no families.
 
 Shapes: T tokens, I inputs, O outputs.
 """
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from jobrunner.engine.devices import cpu_has_bfloat16
+from jobrunner.engine.devices import cpu_has_bfloat16, cpu_multiplies_tiles
 
 log = logging.getLogger("cbjob")
 
@@ -113,7 +114,10 @@ def _product(weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> _Product:
 
 @cache
 def _pair_product() -> Any:
-    """Products compiled by numba, None where there are none."""
+    """Products compiled by numba, None where there are none, or oneDNN's are faster."""
+    if cpu_multiplies_tiles():
+        log.info("products are oneDNN's: the processor multiplies tiles")
+        return None
     try:
         from jobrunner.engine import pair_products
 

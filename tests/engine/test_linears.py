@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn.functional import silu
 
+from jobrunner.engine import linears
 from jobrunner.engine.attention.pair_tiles import multiplies_pairs
 from jobrunner.engine.linears import (
     MergedLinear,
+    OneDnnProduct,
     PackedLinear,
     PartialLinear,
     can_merge,
@@ -77,9 +79,28 @@ def test_products_of_pairs_are_rounded_once_with_what_is_done_to_them(rows, inpu
     assert torch.equal(product.weight(), own.weight)
 
 
+@pytest.fixture
+def no_tiles(monkeypatch):
+    """A processor that multiplies pairs and no tiles, whatever this one does."""
+    monkeypatch.setattr(linears, "cpu_multiplies_tiles", lambda: False)
+    linears._pair_product.cache_clear()
+    yield
+    linears._pair_product.cache_clear()
+
+
+def test_products_are_left_to_a_processor_that_multiplies_tiles(monkeypatch, caplog):
+    caplog.set_level("INFO", "cbjob")
+    linears._pair_product.cache_clear()
+    monkeypatch.setattr(linears, "cpu_multiplies_tiles", lambda: True)
+    layers = [PackedLinear(linear(64, 64)) for _ in range(2)]
+    linears._pair_product.cache_clear()
+    assert {type(layer._product) for layer in layers} == {OneDnnProduct}
+    assert caplog.messages == ["products are oneDNN's: the processor multiplies tiles"]
+
+
 @pytest.mark.skipif(not multiplies_pairs(), reason="the processor has no products of pairs")
 @pytest.mark.parametrize("bias", [False, True])
-def test_gate_and_what_it_opens_for_are_one_product(bias):
+def test_gate_and_what_it_opens_for_are_one_product(bias, no_tiles):
     gate = PackedLinear(linear(64, 48, bias=bias))
     torch.manual_seed(5)
     up = PackedLinear(nn.Linear(64, 48, bias=bias).bfloat16().requires_grad_(False))

@@ -19,6 +19,7 @@ from jobrunner.engine.attention.torch_paged import TorchPagedAttention
 from jobrunner.engine.devices import (
     cpu_has_bfloat16,
     cpu_has_float16,
+    cpu_multiplies_tiles,
     is_native,
     resolve_device,
     resolve_dtype,
@@ -117,6 +118,14 @@ def test_a_processor_without_the_flags_only_emulates_16_bit_numbers(tmp_path: Pa
     cpuinfo.write_text("flags\t: avx2 avx512f\n")
     assert not cpu_has_bfloat16(cpuinfo)
     assert not cpu_has_float16(cpuinfo)
+
+
+def test_tiles_are_told_by_their_flag(tmp_path: Path):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("flags\t: avx512_bf16 amx_bf16 amx_tile\n")
+    assert cpu_multiplies_tiles(cpuinfo)
+    cpuinfo.write_text("flags\t: avx512_bf16\n")
+    assert not cpu_multiplies_tiles(cpuinfo)
 
 
 def test_every_processor_computes_in_float32():
