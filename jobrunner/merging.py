@@ -20,7 +20,7 @@ from jobrunner.opening import Job
 
 def check_input(job: Job, shard: str) -> None:
     """Raise JobError where a shard is not what it was when the job was opened."""
-    check_unchanged(job.input.shards[shard], job.input.fingerprints[shard])
+    check_unchanged(job.input.shards[shard])
 
 
 def provenance(job: Job, fingerprint: Mapping[str, Any]) -> dict[str, object]:

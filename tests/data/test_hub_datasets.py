@@ -178,7 +178,7 @@ class TestSavedToDisk:
         (shard,) = job_input.shards.values()
         for path in saved.iterdir():
             os.utime(path, (1, 1))
-        check_unchanged(shard, job_input.fingerprints["train"])
+        check_unchanged(shard)
 
     def test_files_that_are_gone_are_an_infrastructure_fault(
         self, saved: Path, settings_of: Any
@@ -188,7 +188,7 @@ class TestSavedToDisk:
         for path in saved.iterdir():
             path.unlink()
         with pytest.raises(InfrastructureError):
-            check_unchanged(shard, job_input.fingerprints["train"])
+            check_unchanged(shard)
 
     def test_a_failure_without_words_is_named(
         self, saved: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch

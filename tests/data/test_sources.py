@@ -20,6 +20,7 @@ from jobrunner.data.input.files import LocalFile
 from jobrunner.data.input.formats.content import Wanted
 from jobrunner.data.input.shards import (
     Shard,
+    check_unchanged,
     cut_spans,
     find_shards,
     limit_shards,
@@ -162,7 +163,20 @@ class TestFingerprint:
         shard = shard_of(path)
         path.unlink()
         with pytest.raises(InfrastructureError, match=r"a\.parquet"):
-            shard_fingerprint(shard)
+            check_unchanged(shard)
+
+    def test_what_is_identified_is_what_was_looked_at(self, tmp_path: Path) -> None:
+        """A careless copy may cut the file short for a moment, right after that."""
+        path = write(tmp_path / "a.parquet", prompts(10))
+        expected = shard_fingerprint(shard_of(path))
+        whole = path.read_bytes()
+        shard = shard_of(path)
+        path.write_bytes(whole[: len(whole) // 2])
+        assert shard_fingerprint(shard) == expected
+        with pytest.raises(InfrastructureError, match="changed while the job ran"):
+            check_unchanged(shard)
+        path.write_bytes(whole)
+        check_unchanged(shard)
 
 
 @dataclass(frozen=True)

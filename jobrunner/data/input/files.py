@@ -152,6 +152,14 @@ def unreadable(file: object, why: object) -> InfrastructureError:
     )
 
 
+def changed_meanwhile(file: object) -> InfrastructureError:
+    """The error of a file that was not the same from the first to the last look at it."""
+    return InfrastructureError(
+        f"`{file}` changed while it was looked at",
+        hint="run the same command again once nobody writes to it",
+    )
+
+
 def _faults() -> tuple[type[BaseException], ...]:
     """What reading raises; a client that was never imported has raised nothing."""
     clients = (

@@ -85,6 +85,7 @@ class DatasetContent:
         ]
         # one value, not two: several threads ask for the identity
         self._last_look = (self._look(), self._hash_rows())
+        self.looked_at: dict[str, int | str] = {"content": self._last_look[1]}
 
     def identity(self) -> dict[str, int | str]:
         """The hash of the values of the wanted columns, however `datasets` stores them."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -87,17 +86,18 @@ def limit_shards(shards: Iterable[Shard], limit: int | None) -> list[Shard]:
 
 
 def shard_fingerprint(shard: Shard) -> dict[str, int | str]:
-    """Say what identifies the content of a shard: its bytes and its number of rows.
+    """Say what identified a shard when it was looked at: its bytes and its number of rows.
 
     Never the modification time: copying or touching a file changes nothing.
     """
+    return {**shard.content.looked_at, "rows": shard.rows}
+
+
+def check_unchanged(shard: Shard) -> None:
+    """Raise InfrastructureError if a shard is not what it was when it was looked at."""
     with reading(shard.file):
-        return {**shard.content.identity(), "rows": shard.rows}
-
-
-def check_unchanged(shard: Shard, fingerprint: Mapping[str, Any]) -> None:
-    """Raise InfrastructureError if a shard is not what it was when the job began."""
-    if shard_fingerprint(shard) != fingerprint:
+        now = shard.content.identity()
+    if now != shard.content.looked_at:
         raise InfrastructureError(
             f"`{shard.file}` changed while the job ran",
             hint="restore it, then run the same command again",

@@ -59,6 +59,10 @@ class Content(Protocol):
     @property
     def schema(self) -> pa.Schema: ...
 
+    @property
+    def looked_at(self) -> dict[str, int | str]:
+        """What identified the bytes of the file that this tells of, and no others."""
+
     def identity(self) -> dict[str, int | str]:
         """What identifies the bytes of the file as they are now; never a time."""
 

@@ -6,9 +6,9 @@ import hashlib
 import os
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,15 +29,18 @@ from jobrunner.records import RowError
 
 # without a read buffer Arrow holds the whole column chunk of a row group in memory
 _READ_BUFFER_BYTES = 256 * 1024
+# after the footer come its length and a mark, plain or of an encrypted one
+_MARK_BYTES = 8
+_MARKS = (b"PAR1", b"PARE")
 # row groups of fewer rows are decoded together
 _TOGETHER_ROWS = 512
 
 
 def look_at_parquet(file: File) -> ParquetContent:
     """Read the footer of a file. Raises ConfigError where it is none of Parquet's."""
+    end = _end_of(file)
     try:
-        with _source_of(file) as source:
-            footer = pq.read_metadata(source)
+        footer = pq.read_metadata(pa.BufferReader(end.as_file()))
     except pa.ArrowInvalid as error:
         raise ConfigError(
             f"`{file}` is not a Parquet file: {error}",
@@ -51,7 +54,7 @@ def look_at_parquet(file: File) -> ParquetContent:
             f"the columns of `{file}` cannot be read: {error}", hint="copy or write the file again"
         ) from error
     groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
-    return ParquetContent(file, footer.num_rows, groups, schema)
+    return ParquetContent(file, end.identity(), footer.num_rows, groups, schema)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class ParquetContent:
     """A Parquet file; its groups are its row groups."""
 
     file: File
+    looked_at: dict[str, int | str]
     rows: int
     groups: Sequence[int]
     schema: pa.Schema
@@ -66,13 +70,7 @@ class ParquetContent:
 
     def identity(self) -> dict[str, int | str]:
         """Size and hash of the raw footer, which says where every column chunk lies."""
-        with self.file.open() as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(size - 8)
-            footer_bytes = int.from_bytes(file.read(4), "little")
-            file.seek(size - 8 - footer_bytes)
-            footer = file.read(footer_bytes)
-        return {"size": size, "footer": hashlib.blake2b(footer, digest_size=16).hexdigest()}
+        return _end_of(self.file).identity()
 
     def open(self, columns: Sequence[str], row: int, batch_rows: int) -> Place:
         return _ParquetPlace(self, columns, row, batch_rows)
@@ -84,6 +82,37 @@ class ParquetContent:
                     yield batch
                 else:
                     yield from in_types(self.file, batch, schema)
+
+
+class _End(NamedTuple):
+    """The size of a file, its footer, and the length and the mark behind that."""
+
+    size: int
+    footer: bytes
+    mark: bytes
+
+    def identity(self) -> dict[str, int | str]:
+        return {
+            "size": self.size,
+            "footer": hashlib.blake2b(self.footer, digest_size=16).hexdigest(),
+        }
+
+    def as_file(self) -> bytes:
+        """A file of nothing but this end: what is looked at is what is identified."""
+        return self.mark[-4:] + self.footer + self.mark
+
+
+def _end_of(file: File) -> _End:
+    with file.open() as opened:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - _MARK_BYTES))
+        mark = opened.read(_MARK_BYTES)
+        start = size - _MARK_BYTES - int.from_bytes(mark[:4], "little")
+        if start < 0 or mark[4:] not in _MARKS:
+            # no Parquet file
+            return _End(size, b"", mark)
+        opened.seek(start)
+        return _End(size, opened.read(size - _MARK_BYTES - start), mark)
 
 
 class _Groups:
@@ -238,18 +267,3 @@ def _value(scalar: Any) -> object:
     except (ValueError, OverflowError):
         return scalar
     return value
-
-
-@contextmanager
-def _source_of(file: File) -> Iterator[Any]:
-    source = file.parquet_source()
-    try:
-        yield source
-    finally:
-        _let_go(source)
-
-
-def _let_go(source: Any) -> None:
-    """Close what `parquet_source` opened; pyarrow closes what it opened itself."""
-    if not isinstance(source, os.PathLike):
-        source.close()

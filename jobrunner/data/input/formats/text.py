@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from jobrunner.data.input.files import File, Stamp, unreadable
+from jobrunner.data.input.files import File, Stamp, changed_meanwhile, unreadable
 from jobrunner.data.input.formats.content import (
     CARRIED_BATCH_ROWS,
     Place,
@@ -67,7 +67,7 @@ class TextContent:
         self.format = syntax.format
         self.compressed = compressed
         self._marks = marks
-        self._content = content
+        self.looked_at: dict[str, int | str] = {"size": stamp.size, "content": content}
         self._last_look = (stamp, content)
 
     def identity(self) -> dict[str, int | str]:
@@ -95,7 +95,7 @@ class TextContent:
 
     def open_lines(self, row: int) -> tuple[Lines, int]:
         """Open the file at the last mark at or before `row`; return that mark's row, too."""
-        if self.identity()["content"] != self._content:
+        if self.identity() != self.looked_at:
             raise InfrastructureError(
                 f"`{self.file}` changed while the job ran",
                 hint="restore it, then run the same command again",
@@ -157,7 +157,8 @@ def look_at_text(
     """Read a file once: count its rows, hash it, remember places in it.
 
     `open_syntax` reads the header, if the format has one. `observe` is shown record after record
-    until it says that it has seen enough. Raises ConfigError where the file is no text.
+    until it says that it has seen enough. Raises ConfigError where the file is no text,
+    InfrastructureError where it changed meanwhile.
     """
     stamp = file.stamp()
     digest = hashlib.blake2b(digest_size=16)
@@ -176,6 +177,8 @@ def look_at_text(
             f"`{file}` cannot be decompressed: {error}",
             hint="copy it again if it is cut short, or take it out of the input",
         ) from error
+    if file.stamp() != stamp:
+        raise changed_meanwhile(file)
     return TextContent(
         file,
         syntax,
