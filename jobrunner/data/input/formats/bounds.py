@@ -5,6 +5,7 @@ A few bytes of Parquet can stand for any number of them, by compression and by d
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,12 @@ from jobrunner.data.input.formats.pages import (
 )
 from jobrunner.errors import ConfigError
 
+# what Arrow reads ahead of a column chunk: without, it holds the whole chunk in memory
+READ_BUFFER_BYTES = 256 * 1024
 # Arrow holds a page whole: 1 MiB mostly, a few writers make them of 100 MB and more
 PAGE_BYTES = 512 * 2**20
+# of so many values of a page Arrow makes room at once, however few are asked for
+_ROOM_VALUES = 1024
 # a page or lists of a row group that take more, and so many times their bytes in the file, are no
 # data: texts unpack to 3 to 30 times as much
 LISTS_BYTES = 2**30
@@ -31,9 +36,16 @@ MOST_TIMES = 100
 STEP_BYTES = 128 * 2**20
 # rows that become Python's values together
 _RECORDS_BYTES = 4 * 2**20
-# of a value's place in a dictionary, and of a number
+# of a value's place in a dictionary or a list, of its two levels, and of a number
 _PLACE_BYTES = 4
+_LEVELS_BYTES = 4
 _NUMBER_BYTES = 8
+# of a decimal number, which a file may have in fewer
+_DECIMAL_BYTES = 32
+# the least that a value counts which becomes one of Python's, and what an empty list or record of
+# Python's takes
+_VALUE_BYTES = 16
+_OBJECT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +72,14 @@ class Decoding:
 class Leaf:
     """A column of values below one that is asked for: its place among all, and how it lies.
 
-    `length` is that of a value of fixed length in bytes.
+    It is in so many `lists`, each in the next. `length` is what Arrow holds for any value in
+    bytes, of texts without their letters.
     """
 
     path: str
     place: int
-    in_lists: bool
+    lists: int
+    of_texts: bool
     length: int
 
 
@@ -75,8 +89,11 @@ def leaves_of(footer: Any, columns: Sequence[str]) -> list[Leaf]:
     for place in range(footer.num_columns):
         leaf = footer.schema.column(place)
         if any(leaf.path == name or leaf.path.startswith(f"{name}.") for name in columns):
-            in_lists = leaf.max_repetition_level > 0
-            leaves.append(Leaf(leaf.path, place, in_lists, max(_NUMBER_BYTES, leaf.length)))
+            of_texts = leaf.physical_type == "BYTE_ARRAY"
+            length = _PLACE_BYTES if of_texts else max(_NUMBER_BYTES, leaf.length)
+            if leaf.logical_type.type == "DECIMAL":
+                length = max(length, _DECIMAL_BYTES)
+            leaves.append(Leaf(leaf.path, place, leaf.max_repetition_level, of_texts, length))
     return leaves
 
 
@@ -87,29 +104,50 @@ def decoding_of(
 
     Raises ConfigError where no way is within bounds.
     """
-    found = footer.row_group(group)
-    largest, lists_bytes, as_dictionary = 1, 0, []
+    where = f"of row group {group:,} of `{name}`"
+    total, row_bytes, as_dictionary = _Held(), 1, []
     for leaf in leaves:
-        chunk = found.column(leaf.place)
+        chunk = footer.row_group(group).column(leaf.place)
         size = chunk_size(file, chunk)
-        where = f"column `{leaf.path}` of row group {group:,} of `{name}`"
-        _check_page(where, size)
-        of_texts = chunk.physical_type == "BYTE_ARRAY"
-        shared = delta_bytes(file, chunk, footer.schema.column(leaf.place)) if size.deltas else 0
-        if leaf.in_lists:
-            repeated = _repeated_bytes(file, chunk, size) if of_texts else 0
-            if repeated > LISTS_BYTES:
+        # values of fixed length have it where they are null, too
+        largest = max(size.largest, leaf.length * min(size.in_page, _ROOM_VALUES))
+        _check_page(f"column `{leaf.path}` {where}", largest, size.largest_compressed)
+        total.pages += largest + min(size.compressed, READ_BUFFER_BYTES)
+        total.pages_compressed += size.largest_compressed
+        shared = delta_bytes(file, footer, group, leaf.place) if size.deltas else 0
+        if leaf.lists:
+            in_lists = leaf.length + _LEVELS_BYTES + leaf.lists * _PLACE_BYTES
+            total.lists += size.plain + size.values * in_lists + shared
+            total.lists_compressed += size.compressed
+            repeated = _repeated_bytes(file, chunk, size) if leaf.of_texts else 0
+            if total.repeated + repeated > LISTS_BYTES:
                 as_dictionary.append(leaf.path)
                 repeated = size.dictionary
-            decoded = size.plain + size.values * (_PLACE_BYTES if of_texts else leaf.length)
-            decoded += shared
-            _check_lists(where, size, decoded)
-            lists_bytes += decoded + repeated
-        elif of_texts or leaf.length > _NUMBER_BYTES:
-            # no value is longer than the page that it is in
-            largest += size.largest
-    rows = max(1, min(batch_rows, STEP_BYTES // largest))
-    return Decoding(rows, frozenset(as_dictionary), lists_bytes)
+            total.repeated += repeated
+        elif leaf.of_texts or leaf.length > _NUMBER_BYTES:
+            # no text is longer than the page that it is in
+            row_bytes += max(size.longest, leaf.length)
+    # leaves may share the same bytes
+    file_bytes = file.seek(0, os.SEEK_END)
+    _check_pages(where, total.pages, min(total.pages_compressed, file_bytes))
+    _check_lists(where, total.lists, min(total.lists_compressed, file_bytes))
+    rows = max(1, min(batch_rows, STEP_BYTES // row_bytes))
+    return Decoding(rows, frozenset(as_dictionary), total.lists + total.repeated)
+
+
+@dataclass(slots=True)
+class _Held:
+    """What some leaves of a row group take together, in bytes, and what that has in the file.
+
+    `pages` are the largest of each leaf and what is read ahead. `repeated` is what places in
+    dictionaries stand for.
+    """
+
+    pages: int = 0
+    pages_compressed: int = 0
+    lists: int = 0
+    lists_compressed: int = 0
+    repeated: int = 0
 
 
 def first_rows(rows: Any, columns: Sequence[str]) -> Any:
@@ -141,11 +179,21 @@ def in_types(name: object, rows: Any, schema: pa.Schema) -> Iterator[Any]:
         yield some.cast(schema)
 
 
-def _check_page(where: str, size: ChunkSize) -> None:
-    if size.largest > max(PAGE_BYTES, MOST_TIMES * size.largest_compressed):
+def _check_page(where: str, largest: int, compressed: int) -> None:
+    if largest > max(PAGE_BYTES, MOST_TIMES * compressed):
         raise ConfigError(
-            f"{where} has a page of {size.largest_compressed:,} bytes that unpacks to"
-            f" {size.largest:,}, the limit is {MOST_TIMES} times as many or {PAGE_BYTES:,}",
+            f"{where} has a page of {compressed:,} bytes that unpacks to"
+            f" {largest:,}, the limit is {MOST_TIMES} times as many or {PAGE_BYTES:,}",
+            hint="write the file again with smaller pages, or take it out of the input",
+        )
+
+
+def _check_pages(where: str, pages: int, compressed: int) -> None:
+    """A page of each leaf is held at the same time."""
+    if pages > max(2 * PAGE_BYTES, MOST_TIMES * compressed):
+        raise ConfigError(
+            f"the largest pages of all columns {where} have {compressed:,} bytes that unpack to"
+            f" {pages:,}, the limit is {MOST_TIMES} times as many or {2 * PAGE_BYTES:,}",
             hint="write the file again with smaller pages, or take it out of the input",
         )
 
@@ -158,12 +206,12 @@ def _repeated_bytes(file: Any, chunk: Any, size: ChunkSize) -> int:
     return size.in_dictionary * longest_in_dictionary(file, chunk, size)
 
 
-def _check_lists(where: str, size: ChunkSize, decoded: int) -> None:
+def _check_lists(where: str, lists: int, compressed: int) -> None:
     """All values may belong to one row."""
-    if decoded > max(LISTS_BYTES, MOST_TIMES * size.compressed):
+    if lists > max(LISTS_BYTES, MOST_TIMES * compressed):
         raise ConfigError(
-            f"{where} has {size.compressed:,} bytes that unpack to {decoded:,}, the limit is"
-            f" {MOST_TIMES} times as many or {LISTS_BYTES:,}",
+            f"the lists {where} have {compressed:,} bytes that unpack to {lists:,}, the limit"
+            f" is {MOST_TIMES} times as many or {LISTS_BYTES:,}",
             hint="write the file again with smaller row groups, or take it out of the input",
         )
 
@@ -173,20 +221,27 @@ def _size(rows: Any, columns: Sequence[str]) -> int:
 
 
 def _array_size(array: Any) -> int:
-    """The bytes of an array's values, each as often as it is there."""
+    """The bytes of an array's values, each as often as it is there.
+
+    Small ones count more than they have: it is Python's that they become.
+    """
     if isinstance(array, pa.ChunkedArray):
         return sum(map(_array_size, array.chunks))
     type_ = array.type
-    if pa.types.is_dictionary(type_):
-        return _dictionary_size(array)
+    if isinstance(type_, pa.BaseExtensionType):
+        return _array_size(array.storage)
     if pa.types.is_struct(type_):
-        return sum(map(_array_size, array.flatten()))
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_map(type_):
+        return (_VALUE_BYTES + _OBJECT_BYTES) * len(array) + sum(map(_array_size, array.flatten()))
+    if pa.types.is_nested(type_):
         inner = array.flatten() if not pa.types.is_map(type_) else _entries(array)
-        return _PLACE_BYTES * len(array) + _array_size(inner)
-    if pa.types.is_string_view(type_) or pa.types.is_binary_view(type_):
-        return _array_size(array.cast(pa.large_binary()))
-    return int(array.nbytes)
+        return (_VALUE_BYTES + _OBJECT_BYTES) * len(array) + _array_size(inner)
+    if pa.types.is_dictionary(type_):
+        size = _dictionary_size(array)
+    elif pa.types.is_string_view(type_) or pa.types.is_binary_view(type_):
+        size = int(array.cast(pa.large_binary()).nbytes)
+    else:
+        size = int(array.nbytes)
+    return max(size, _VALUE_BYTES * len(array))
 
 
 def _dictionary_size(array: Any) -> int:

@@ -17,10 +17,12 @@ _LENGTH_BITS = 32
 _LARGEST = (1 << _LENGTH_BITS) - 1
 # lengths that are unpacked at once
 _TOGETHER = 2**16
+# no writer makes so many, and each takes time
+_MOST_LENGTHS = 2**24
 
 
 def check_lengths(content: memoryview, values: int) -> None:
-    """Hold that the lengths at the start of `content` are no more than `values`.
+    """Hold that the lengths at the start of `content` are no more than `values`, nor too many.
 
     Raises ArrowInvalid where they are, or are damaged.
     """
@@ -51,6 +53,10 @@ class _Lengths:
             raise _damaged()
         if self._count > values:
             raise pa.ArrowInvalid(f"a page of {values:,} values has {self._count:,} lengths")
+        if self._count > _MOST_LENGTHS:
+            raise pa.ArrowInvalid(
+                f"a page has {self._count:,} lengths, the limit is {_MOST_LENGTHS:,}"
+            )
         self._in_part = in_block // self._parts
 
     def sums(self) -> Iterator[int]:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from jobrunner.data.input.files import File
 from jobrunner.data.input.formats.bounds import (
+    READ_BUFFER_BYTES,
     STEP_BYTES,
     Decoding,
     decoding_of,
@@ -27,13 +28,12 @@ from jobrunner.data.input.formats.content import CARRIED_BATCH_ROWS, Place, Reco
 from jobrunner.errors import ConfigError, InfrastructureError
 from jobrunner.records import RowError
 
-# without a read buffer Arrow holds the whole column chunk of a row group in memory
-_READ_BUFFER_BYTES = 256 * 1024
 # after the footer come its length and a mark, plain or of an encrypted one
 _MARK_BYTES = 8
 _MARKS = (b"PAR1", b"PARE")
 # row groups of fewer rows are decoded together
 _TOGETHER_ROWS = 512
+_MOST_ROWS = 2**32
 
 
 def look_at_parquet(file: File) -> ParquetContent:
@@ -41,7 +41,7 @@ def look_at_parquet(file: File) -> ParquetContent:
     end = _end_of(file)
     try:
         footer = pq.read_metadata(pa.BufferReader(end.as_file()))
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise ConfigError(
             f"`{file}` is not a Parquet file: {error}",
             hint="take it out of the input, copy it again if it is cut short, or name its "
@@ -54,7 +54,22 @@ def look_at_parquet(file: File) -> ParquetContent:
             f"the columns of `{file}` cannot be read: {error}", hint="copy or write the file again"
         ) from error
     groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+    _check_rows(file, footer.num_rows, groups)
     return ParquetContent(file, end.identity(), footer.num_rows, groups, schema)
+
+
+def _check_rows(file: File, rows: int, groups: Sequence[int]) -> None:
+    """Nobody goes through rows without end that a few bytes claim."""
+    if rows > _MOST_ROWS:
+        raise ConfigError(
+            f"`{file}` says that it has {rows:,} rows, the limit is {_MOST_ROWS:,}",
+            hint="write it again as several files, or take it out of the input",
+        )
+    if rows != sum(groups) or min(groups, default=0) < 0:
+        raise ConfigError(
+            f"`{file}` says that it has {rows:,} rows, its row groups have {sum(groups):,}",
+            hint="copy or write the file again",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +168,7 @@ class _Groups:
         groups: list[int] = []
         way = Decoding(self._batch_rows)
         while group < footer.num_row_groups and rows < _TOGETHER_ROWS:
+            self._check_chunks(group)
             its = decoding_of(
                 self._name, self._headers, footer, group, self._leaves, self._batch_rows
             )
@@ -165,6 +181,18 @@ class _Groups:
             group += 1
         return groups, way
 
+    def _check_chunks(self, group: int) -> None:
+        """Let Arrow say what is wrong with the metadata of column chunks, of which no row is read.
+
+        Where it is damaged, looking at it through pyarrow's metadata ends the process.
+        """
+        leaves = [leaf.place for leaf in self._leaves]
+        if not leaves:
+            # then Arrow divides by the number of rows asked for, which ends the process, too
+            return
+        for _ in self._file.reader.iter_batches(0, [group], leaves, use_threads=False):
+            raise pa.ArrowInvalid("rows came of which none was asked for")
+
     def close(self) -> None:
         self._file.close()
         self._headers.close()
@@ -173,7 +201,7 @@ class _Groups:
         return pq.ParquetFile(
             self._source,
             pre_buffer=False,
-            buffer_size=_READ_BUFFER_BYTES,
+            buffer_size=READ_BUFFER_BYTES,
             read_dictionary=list(as_dictionary),
         )
 
