@@ -1,6 +1,7 @@
 """A tiny model with a tokenizer, saved once for all tests of whole jobs."""
 
 import os
+import signal
 from pathlib import Path
 
 # read when torch and tokenizers are first imported: tests fork, and share two cores
@@ -17,6 +18,9 @@ from tests.properties import register_profiles
 from tests.tiny_tokenizers import byte_level
 
 register_profiles()
+# who starts tests in the background may have had them ignored, here and in all that tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
