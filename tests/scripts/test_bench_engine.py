@@ -14,7 +14,14 @@ from tests.tiny import tiny_llama
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_engine"
 
 
-@pytest.mark.parametrize(("decodes", "chunk"), [(3, 5), (3, 0), (0, 5)])
+@pytest.mark.parametrize(
+    ("decodes", "chunk"),
+    [
+        (3, 5),
+        pytest.param(3, 0, marks=pytest.mark.slow),
+        pytest.param(0, 5, marks=pytest.mark.slow),
+    ],
+)
 def test_the_parts_add_up_to_the_step(tmp_path, decodes, chunk):
     shape = ["--decodes", str(decodes), "--context", "90", "--chunk", str(chunk)]
     done = subprocess.run(

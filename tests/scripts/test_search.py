@@ -46,6 +46,7 @@ def drawn_by(test_file: Path, command: list[str], *, limit: float = 1e999, code:
     return drawn.read_text().split(), done.stdout
 
 
+@pytest.mark.slow
 def test_each_run_takes_the_same_examples(test_file: Path) -> None:
     pytest_alone = ["-m", "pytest", "-p", "no:cacheprovider"]
     (once, _), (again, _) = drawn_by(test_file, pytest_alone), drawn_by(test_file, pytest_alone)
@@ -53,6 +54,7 @@ def test_each_run_takes_the_same_examples(test_file: Path) -> None:
     assert len(once) == 3
 
 
+@pytest.mark.slow
 def test_search_takes_more_examples_and_other_ones(test_file: Path) -> None:
     command = ["scripts/search", "--minutes", "0", "--seed"]
     one, said = drawn_by(test_file, [*command, "1"])
